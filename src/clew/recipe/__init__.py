@@ -1,0 +1,43 @@
+"""A recipe: one TOML file that describes a whole run, read into frozen, checked tables (no torch here)."""
+
+from clew.recipe.loading import load_recipe, parse_recipe, shipped_recipes
+from clew.recipe.reference import recipe_reference_markdown
+from clew.recipe.resume import differences
+from clew.recipe.schema import (
+    WARM_START,
+    AlgorithmTable,
+    CheckpointTable,
+    CostTable,
+    EnvironmentTable,
+    EvaluationTable,
+    LoraTable,
+    ModelTable,
+    Recipe,
+    RolloutTable,
+    RuntimeTable,
+    SftTable,
+    TrackingTable,
+    TrainingTable,
+)
+
+__all__ = [
+    "WARM_START",
+    "AlgorithmTable",
+    "CheckpointTable",
+    "CostTable",
+    "EnvironmentTable",
+    "EvaluationTable",
+    "LoraTable",
+    "ModelTable",
+    "Recipe",
+    "RolloutTable",
+    "RuntimeTable",
+    "SftTable",
+    "TrackingTable",
+    "TrainingTable",
+    "differences",
+    "load_recipe",
+    "parse_recipe",
+    "recipe_reference_markdown",
+    "shipped_recipes",
+]
