@@ -1,0 +1,171 @@
+"""LoRA adapters: attached through PEFT, moved between policy and engines, exported in PEFT's format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from clew.errors import UserError
+from clew.policy.model import VisionLanguageModel
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+_KEY_PREFIX = "base_model.model."
+_LANGUAGE_PREFIX = "model.language_model."
+# PEFT options under which a layer's change is not alpha/rank * B @ A with one alpha and one rank for all.
+_NOT_PLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One immutable version of the LoRA weights.
+
+    Attributes:
+        name: ``step-000012-<8 hex digits of the content hash>``; never reused for other weights.
+        tensors: PEFT state dict (``base_model.model.<module>.lora_A.weight`` [rank, in], ``lora_B`` [out, rank]).
+        config: PEFT's adapter_config.json as a dict.
+    """
+
+    name: str
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of the weights, names and shapes included."""
+        return tensors_hash(self.tensors)
+
+    def deltas(self) -> Iterator[tuple[str, Tensor]]:
+        """For each adapted module of the language model: its name there and alpha/rank * B @ A, [out, in].
+
+        Raises:
+            UserError: the adapter is more than plain LoRA on the language model. What can't be merged is refused, not
+                left out: an adapter of which a part is ignored is silently another policy.
+        """
+        unlike = [key for key in _NOT_PLAIN if self.config.get(key)]
+        pairs = {key: key.replace(".lora_A.", ".lora_B.") for key in self.tensors if key.endswith(".lora_A.weight")}
+        unlike += sorted(set(self.tensors) - set(pairs) - set(pairs.values()))
+        unlike += [f"{key} without its other half" for key, other in pairs.items() if other not in self.tensors]
+        if unlike or not pairs:
+            found = ", ".join(unlike[:3]) or "no lora_A and lora_B weights"
+            raise UserError(f"adapter {self.name}: this engine merges plain LoRA only; it has {found}")
+        rank = self.config["r"]
+        scale = self.config["lora_alpha"] / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        for key, other in pairs.items():
+            module = key.removeprefix(_KEY_PREFIX).removesuffix(".lora_A.weight")
+            if not module.startswith(_LANGUAGE_PREFIX):
+                raise UserError(f"adapter {self.name}: {module} is outside the language model; this engine can't apply it")
+            yield module.removeprefix(_LANGUAGE_PREFIX), scale * (self.tensors[other] @ self.tensors[key])
+
+
+def tensors_hash(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over names, shapes, dtypes and bytes, in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
+        digest.update(tensor.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def attach_lora(
+    vlm: VisionLanguageModel,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    target: str | tuple[str, ...] = "all-linear",
+    vision: bool = False,
+    seed: int = 0,
+) -> PeftModel:
+    """Freezes the model and puts LoRA layers into its language model (and its vision tower, if asked).
+
+    Args:
+        target: ``"all-linear"`` for every projection of the decoder layers, or the last parts of module names.
+        seed: of the A matrices (B starts at zero, so the adapted model starts as the base).
+
+    Returns:
+        The PEFT wrapper, in evaluation mode (no dropout); ``vlm.model`` now holds the LoRA layers in place.
+
+    Raises:
+        UserError: no module has such a name.
+    """
+    inside = r"model\.(language_model|visual)\." if vision else r"model\.language_model\."
+    leaves = "|".join(_linear_names(vlm.model, vision) if target == "all-linear" else target)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=dropout,
+        target_modules=rf"{inside}.*\.({leaves})",
+        bias="none",
+        base_model_name_or_path=vlm.path,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return get_peft_model(vlm.model, config).eval()  # type: ignore[return-value]
+        except ValueError as error:
+            raise UserError(f"model.lora.target: no module of the language model is called {target!r}") from error
+
+
+def _linear_names(model: Any, vision: bool) -> list[str]:
+    parts = [model.model.language_model.layers, *([model.model.visual] if vision else [])]
+    named = [item for part in parts for item in part.named_modules()]
+    return sorted({n.rsplit(".", 1)[-1] for n, m in named if isinstance(m, torch.nn.Linear)})
+
+
+def current_adapter(peft_model: PeftModel, step: int) -> Adapter:
+    """A snapshot (a copy) of the LoRA weights as they are, named by step and content."""
+    tensors = {k: v.detach().cpu().clone() for k, v in get_peft_model_state_dict(peft_model).items()}
+    config = json.loads(json.dumps(peft_model.peft_config["default"].to_dict(), default=_plain))
+    return Adapter(f"step-{step:06d}-{tensors_hash(tensors)[:8]}", tensors, config)
+
+
+def restore_adapter(peft_model: PeftModel, tensors: dict[str, Tensor]) -> None:
+    """Loads LoRA weights back into the policy, exactly.
+
+    Raises:
+        UserError: the weights belong to another model or another LoRA configuration.
+    """
+    expected = get_peft_model_state_dict(peft_model)
+    if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
+        raise UserError("adapter: its weights have other names or shapes than this recipe's [model.lora]; use its own recipe")
+    set_peft_model_state_dict(peft_model, tensors)
+
+
+def write_adapter(adapter: Adapter, folder: Path) -> None:
+    """Writes adapter_model.safetensors and adapter_config.json into an existing folder."""
+    save_file({k: v.contiguous() for k, v in adapter.tensors.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = {**adapter.config, "inference_mode": True}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Reads a PEFT adapter folder (safetensors only).
+
+    Raises:
+        UserError: a file is missing or broken.
+    """
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE)
+        config = json.loads((folder / CONFIG_FILE).read_text())
+        _ = config["r"], config["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--adapter {folder}: no readable PEFT adapter ({error})") from error
+    except Exception as error:  # safetensors raises its own bare type
+        raise UserError(f"--adapter {folder}: {WEIGHTS_FILE} is damaged ({error})") from error
+    return Adapter(folder.name, tensors, config)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else getattr(value, "value", str(value))

@@ -1,0 +1,225 @@
+"""A Qwen3-VL policy: loading a folder, scoring tokens, and the LoRA adapter on its language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+from clew.agent.template import ChatTemplate
+from clew.errors import UserError
+from clew.policy.vision import FramePatcher, VisualFeatures, batch_vision_attention
+
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+
+
+@dataclass
+class VisionLanguageModel:
+    """A loaded model folder with what is needed to talk to it.
+
+    Attributes:
+        path: the folder (or hub id) it was loaded from.
+        model: the ``Qwen3VLForConditionalGeneration``; LoRA layers, when attached, sit inside it.
+        template: chat pieces as token ids.
+        patcher: frames to patches.
+        forbidden_ids: tokens that are never sampled (vision placeholders and ids beyond the tokenizer).
+    """
+
+    path: str
+    model: Any
+    tokenizer: Any
+    template: ChatTemplate
+    patcher: FramePatcher
+    forbidden_ids: Tensor
+
+    @property
+    def merge_size(self) -> int:
+        return self.model.config.vision_config.spatial_merge_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+
+def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> VisionLanguageModel:
+    """Loads a Qwen3-VL folder (or hub id).
+
+    Raises:
+        UserError: the folder is missing, is no Qwen3-VL, or lacks a part.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        if config.model_type != "qwen3_vl":
+            raise UserError(f"model.path: {path} is a {config.model_type} model; Clew trains qwen3_vl models")
+        model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        image_processor = AutoImageProcessor.from_pretrained(path)
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"model.path: {path} can't be loaded as a Hugging Face model folder ({reason})") from error
+    return assemble(str(path), model, tokenizer, image_processor)
+
+
+def assemble(path: str, model: Any, tokenizer: Any, image_processor: Any) -> VisionLanguageModel:
+    """Puts a model and its tokenizer and image processor together."""
+    batch_vision_attention(model.model.visual)
+    vocab = model.config.text_config.vocab_size
+    forbidden = {tokenizer.convert_tokens_to_ids(t) for t in VISION_TOKENS} & set(range(vocab))
+    forbidden |= set(range(len(tokenizer), vocab))  # padding of the embedding matrix
+    return VisionLanguageModel(
+        path=path,
+        model=model,
+        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer),
+        patcher=FramePatcher(image_processor),
+        forbidden_ids=torch.tensor(sorted(forbidden), device=model.device),
+    )
+
+
+def rope_positions(
+    token_ids: list[int], grids: list[tuple[int, int, int]], image_token_id: int, merge_size: int
+) -> np.ndarray:
+    """M-RoPE positions (temporal, height, width) of a whole sequence, int64 [3, T].
+
+    Text counts up by one on all three axes; an image's tokens share one temporal position and spread over rows
+    and columns; what follows goes on from the largest side (Qwen3-VL's ``get_rope_index``). Always computed from
+    the ids and grids at hand: the offsets a model stores from an earlier call may belong to another batch.
+
+    Raises:
+        ValueError: the placeholders do not match the grids.
+    """
+    ids = np.asarray(token_ids)
+    positions = np.empty((3, len(ids)), np.int64)
+    starts = iter(np.flatnonzero(ids == image_token_id).tolist())
+    done, current = 0, 0
+    for t, h, w in grids:
+        h, w = h // merge_size, w // merge_size
+        start = next(starts, None)
+        count = t * h * w
+        if start is None or not (ids[start : start + count] == image_token_id).all() or start + count > len(ids):
+            raise ValueError(f"image placeholders do not match the grids {grids}")
+        for _ in range(count - 1):
+            next(starts, None)
+        text = start - done
+        positions[:, done:start] = current + np.arange(text)
+        current += text
+        positions[0, start : start + count] = current
+        positions[1, start : start + count] = current + np.tile(np.repeat(np.arange(h), w), t)
+        positions[2, start : start + count] = current + np.tile(np.arange(w), t * h)
+        current += max(h, w)
+        done = start + count
+    if next(starts, None) is not None:
+        raise ValueError(f"more image placeholders than the grids {grids} account for")
+    positions[:, done:] = current + np.arange(len(ids) - done)
+    return positions
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Sequences side by side, padded on the right.
+
+    Attributes:
+        ids_BT: int64 token ids (padding: any valid id; nothing is ever inferred from it).
+        positions_3BT: int64 M-RoPE positions.
+        image_BT: bool, the visual placeholders.
+        scored_BT: bool, the tokens whose log-probability is wanted (never column 0).
+        lengths: real tokens of each row.
+    """
+
+    ids_BT: Tensor
+    positions_3BT: Tensor
+    image_BT: Tensor
+    scored_BT: Tensor
+    lengths: list[int]
+
+
+def collate(
+    sequences: list[tuple[list[int], list[bool], list[tuple[int, int, int]]]], image_token_id: int, merge_size: int
+) -> TokenBatch:
+    """Pads (token ids, scored mask, grids) triples into a batch."""
+    lengths = [len(ids) for ids, _, _ in sequences]
+    shape = (len(sequences), max(lengths))
+    ids_BT = np.zeros(shape, np.int64)
+    positions_3BT = np.zeros((3, *shape), np.int64)
+    real_BT = np.zeros(shape, bool)
+    scored_BT = np.zeros(shape, bool)
+    for row, (ids, scored, grids) in enumerate(sequences):
+        ids_BT[row, : len(ids)] = ids
+        positions_3BT[:, row, : len(ids)] = rope_positions(ids, grids, image_token_id, merge_size)
+        scored_BT[row, : len(ids)] = scored
+        real_BT[row, : len(ids)] = True
+    image_BT = (ids_BT == image_token_id) & real_BT
+    return TokenBatch(*(torch.from_numpy(x) for x in (ids_BT, positions_3BT, image_BT, scored_BT)), lengths=lengths)
+
+
+def hidden_states(base: Any, batch: TokenBatch, features: VisualFeatures) -> Tensor:
+    """Last hidden states of a batch, [B, T, hidden].
+
+    Rows are padded on the right and attention is causal, so padding needs no mask.
+
+    Args:
+        base: the ``Qwen3VLForConditionalGeneration`` (LoRA layers may be inside).
+        features: of all images, in the order in which the batch's rows show them.
+    """
+    device = base.device
+    image_BT = batch.image_BT.to(device)
+    embeds_BTH = base.model.language_model.embed_tokens(batch.ids_BT.to(device))
+    visual_NH = features.embeds_NH.to(embeds_BTH.dtype)
+    if int(batch.image_BT.sum()) != visual_NH.shape[0]:
+        raise ValueError(f"{int(batch.image_BT.sum())} image placeholders for {visual_NH.shape[0]} visual tokens")
+    embeds_BTH = embeds_BTH.masked_scatter(image_BT.unsqueeze(-1), visual_NH)
+    return base.model.language_model(
+        inputs_embeds=embeds_BTH,
+        position_ids=batch.positions_3BT.to(device),
+        visual_pos_masks=image_BT,
+        deepstack_visual_embeds=list(features.deepstack_KNH),
+        use_cache=False,
+    ).last_hidden_state
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of the tokens marked in ``scored_BT``, flat in row-major order (N tokens).
+
+    Attributes:
+        logprobs_N: log-probabilities in nats, at the sampling temperature, vision tokens masked out.
+        entropy_N: entropy of the distribution each token was drawn from, in nats (no gradient).
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+def masked_log_softmax(logits_NV: Tensor, forbidden_ids: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities as sampled: forbidden tokens excluded, logits divided by the temperature, float32.
+
+    Sampler and scorer both call this, so they can't disagree on mask or temperature (truth 2).
+    """
+    scaled_NV = logits_NV.float() / temperature
+    if len(forbidden_ids):
+        scaled_NV = scaled_NV.index_fill(-1, forbidden_ids, float("-inf"))
+    return torch.log_softmax(scaled_NV, dim=-1)
+
+
+def score(
+    vlm: VisionLanguageModel, batch: TokenBatch, features: VisualFeatures, temperature: float
+) -> TokenScores:
+    """Log-probability and entropy of the scored tokens of a batch under the current weights."""
+    hidden_BTH = hidden_states(vlm.model, batch, features)
+    scored_BT = batch.scored_BT.to(hidden_BTH.device)
+    # The state before a token predicts it.
+    logits_NV = vlm.model.lm_head(hidden_BTH[:, :-1][scored_BT[:, 1:]])
+    logprobs_NV = masked_log_softmax(logits_NV, vlm.forbidden_ids, temperature)
+    targets_N = batch.ids_BT.to(hidden_BTH.device)[scored_BT]
+    logprobs_N = logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+    with torch.no_grad():
+        p_NV = logprobs_NV.exp()
+        entropy_N = -(p_NV * logprobs_NV.clamp(min=-1e4)).sum(-1)
+    return TokenScores(logprobs_N, entropy_N)
+
