@@ -1,0 +1,257 @@
+"""Evaluation: a suite played once, counted honestly, written to the run directory."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from clew.agent.ledger import StopReason, Trajectory
+from clew.checkpoint.durable import write_file_atomic
+from clew.envs.base import ImageEnv, Suite
+from clew.envs.maze_env import MazeEnv, parse_action
+from clew.envs.navigators import REFERENCES
+from clew.evaluation.wilson import wilson_interval
+from clew.rollout.engine import Engine, Sampling
+from clew.rollout.episodes import FrameFilter, Limits, Player, play
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one evaluation found.
+
+    Attributes:
+        suite, mode: e.g. ``heldout``, ``sampled`` (mode of a reference row: the reference's name).
+        step: the training step evaluated, None for a reference.
+        episodes: one record a task (seed, content_hash, path_length, success, reward, stop_reason, turns, actions).
+        trajectories: the token records, where a model played.
+    """
+
+    suite: str
+    mode: str
+    step: int | None
+    episodes: list[dict[str, Any]]
+    trajectories: Sequence[Trajectory] = ()
+
+    @property
+    def solved(self) -> int:
+        return sum(e["success"] for e in self.episodes)
+
+    @property
+    def total(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def solve_rate(self) -> float:
+        return self.solved / self.total
+
+    @property
+    def ci95(self) -> tuple[float, float]:
+        return wilson_interval(self.solved, self.total)
+
+    def by_path_length(self) -> dict[str, dict[str, int]]:
+        """Solved and total for each shortest-path length."""
+        table: dict[str, dict[str, int]] = {}
+        for episode in sorted(self.episodes, key=lambda e: e["path_length"] or 0):
+            row = table.setdefault(str(episode["path_length"]), {"solved": 0, "total": 0})
+            row["solved"] += int(episode["success"])
+            row["total"] += 1
+        return table
+
+    def brief(self) -> dict[str, Any]:
+        """The counts, for the summary."""
+        return {
+            "suite": self.suite,
+            "mode": self.mode,
+            "step": self.step,
+            "solved": self.solved,
+            "total": self.total,
+            "ci95": list(self.ci95),
+        }
+
+    def record(self) -> dict[str, Any]:
+        """The content of SUITE.MODE.json."""
+        return {
+            **self.brief(),
+            "solve_rate": self.solve_rate,
+            "by_path_length": self.by_path_length(),
+            "episodes": self.episodes,
+        }
+
+
+def evaluate(
+    engine: Engine,
+    player: Player,
+    make_env: Callable[[], ImageEnv],
+    suite: Suite,
+    mode: str,
+    step: int,
+    sampling: Sampling,
+    limits: Limits,
+    seed_parts: tuple[int | str, ...],
+    see: FrameFilter | None = None,
+    batch: int = 128,
+) -> Result:
+    """Plays every task of a suite once.
+
+    An episode that infrastructure ended counts as not solved: leaving it out would let a crash raise the rate.
+
+    Args:
+        seed_parts: what the draws derive from; a fresh value gives fresh draws on the same mazes.
+        batch: episodes played at a time.
+    """
+    trajectories: list[Trajectory] = []
+    for first in range(0, len(suite.tasks), batch):
+        attempts = [(task, 0) for task in suite.tasks[first : first + batch]]
+        trajectories += play(engine, player, make_env, attempts, sampling, limits, seed_parts, see)
+        engine.release()
+    return Result(suite.name, mode, step, [_episode(t) for t in trajectories], trajectories)
+
+
+def _episode(trajectory: Trajectory) -> dict[str, Any]:
+    answered = [t for t in trajectory.turns if t.end > t.start]
+    return {
+        "seed": trajectory.task.seed,
+        "content_hash": trajectory.task.content_hash,
+        "path_length": trajectory.path_length,
+        "success": trajectory.success,
+        "reward": trajectory.reward,
+        "stop_reason": str(trajectory.stop_reason),
+        "turns": len(answered),
+        "actions": [parse_action(t.answer) or t.answer for t in answered],
+    }
+
+
+WALKS = 16
+
+
+def reference(suite: Suite, policy: str, seed: int) -> Result:
+    """Plays a suite of mazes with a policy that has no model (a key of ``REFERENCES``).
+
+    A policy that draws walks every maze ``WALKS`` times: one walk through 64 mazes would say little about it.
+    """
+    env = MazeEnv(**suite.env_kwargs)
+    navigate = REFERENCES[policy]()
+    episodes = []
+    for task, walk in itertools.product(suite.tasks, range(1 if policy == "oracle" else WALKS)):
+        rng = random.Random(f"{seed}/{policy}/{task.content_hash}/{walk}")
+        _, info = env.reset(task.seed)
+        actions: list[str] = []
+        reward, success = 0.0, False
+        terminated = truncated = False
+        while not (terminated or truncated):
+            answer = navigate(env, rng)
+            actions.append(parse_action(answer) or answer)
+            _, gained, terminated, truncated, step_info = env.step(answer)
+            reward += gained
+            success = step_info["success"]
+        reason = StopReason.SUCCESS if success else StopReason.WRONG_END if terminated else StopReason.TURN_CAP
+        episodes.append(
+            {
+                "seed": task.seed,
+                "content_hash": task.content_hash,
+                "path_length": info["path_length"],
+                "success": success,
+                "reward": reward,
+                "stop_reason": str(reason),
+                "turns": len(actions),
+                "actions": actions,
+            }
+        )
+    return Result(suite.name, policy, None, episodes)
+
+
+# --- the sight test --------------------------------------------------------------------------------------
+
+
+def blank_frames(frame: np.ndarray, trajectory: Trajectory) -> np.ndarray:
+    """Hides everything: a mid-grey frame of the same size."""
+    return np.full_like(frame, 128)
+
+
+class SwappedFrames:
+    """Shows another maze: the agent walks its own maze and sees a walker that plays its answers in the next one."""
+
+    def __init__(self, suite: Suite) -> None:
+        self._settings = suite.env_kwargs
+        hashes = [task.content_hash for task in suite.tasks]
+        self._other = dict(zip(hashes, [*suite.tasks[1:], suite.tasks[0]], strict=True))
+        self._shadows: dict[int, MazeEnv] = {}
+
+    def __call__(self, frame: np.ndarray, trajectory: Trajectory) -> np.ndarray:
+        if not trajectory.turns:
+            shadow = self._shadows[id(trajectory)] = MazeEnv(**self._settings)
+            shadow.reset(self._other[trajectory.task.content_hash].seed)
+        else:
+            shadow = self._shadows[id(trajectory)]
+            if not shadow.over:
+                shadow.step(trajectory.turns[-1].answer)
+        return shadow.frame()
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def write_result(run_dir: Path, result: Result, tokenizer: Any = None) -> None:
+    """Writes RUN/eval/.../SUITE.MODE.json and, given a tokenizer, the replays of its episodes."""
+    folder = "references" if result.step is None else f"step-{result.step:06d}"
+    name = f"{result.suite}.{result.mode}"
+    path = run_dir / "eval" / folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file_atomic(path, json.dumps(result.record(), indent=1) + "\n")
+    if tokenizer is not None:
+        lines = [json.dumps(replay(t, tokenizer)) for t in result.trajectories]
+        path = run_dir / "replays" / folder / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_file_atomic(path, "\n".join(lines) + "\n")
+
+
+def replay(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
+    """An episode with its frames (PNG, base64) and every token with its mask and log-probability."""
+    return {
+        "seed": trajectory.task.seed,
+        "content_hash": trajectory.task.content_hash,
+        "path_length": trajectory.path_length,
+        "success": trajectory.success,
+        "reward": trajectory.reward,
+        "stop_reason": str(trajectory.stop_reason),
+        "policy_version": trajectory.policy_version,
+        "turns": [
+            {"frame": _png(t.frame), "text": t.text, "answer": t.answer, "feedback": t.feedback}
+            for t in trajectory.turns
+        ],
+        "final_frame": None if trajectory.final_frame is None else _png(trajectory.final_frame),
+        "tokens": _tokens(trajectory, tokenizer),
+    }
+
+
+def _tokens(trajectory: Trajectory, tokenizer: Any) -> list[dict[str, Any]]:
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    entries: list[dict[str, Any]] = []
+    run = 0
+    for token, sampled, logprob in zip(trajectory.token_ids, trajectory.sampled, trajectory.logprobs, strict=True):
+        if token == image_id:
+            run += 1
+            continue
+        if run:
+            entries.append({"t": f"<|image_pad|> x {run}", "m": 0, "lp": None})
+            run = 0
+        entries.append(
+            {"t": tokenizer.decode([token]), "m": int(sampled), "lp": round(logprob, 6) if sampled else None}
+        )
+    return entries
+
+
+def _png(frame: np.ndarray) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(frame).save(buffer, format="PNG")
+    return base64.b64encode(buffer.getvalue()).decode()

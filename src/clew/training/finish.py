@@ -1,0 +1,112 @@
+"""After the last step: the best step is confirmed, sight is tested, and the run is summed up."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from clew.checkpoint import write_file_atomic
+from clew.evaluation.evaluate import Result
+from clew.evaluation.evaluator import Evaluator
+from clew.policy.adapter import current_adapter, read_adapter
+from clew.recipe import Recipe
+from clew.report.cost import cost
+from clew.rollout.transformers_engine import TransformersEngine
+from clew.training.run_state import RunState, read_jsonl
+
+
+def finish(
+    recipe: Recipe,
+    run_dir: Path,
+    evaluator: Evaluator,
+    engine: TransformersEngine,
+    policy: PeftModel,
+    state: RunState,
+    session_began: float,
+) -> dict[str, Any]:
+    """Confirms, tests and sums up; writes summary.json last and returns it."""
+    best = state.best_step
+    assert best is not None, "the last step is always evaluated"
+    final = current_adapter(policy, state.step)
+    engine.load_adapter(final if best == state.step else read_adapter(run_dir / "adapters" / f"step-{best:06d}"))
+    again, unseen = evaluator.confirm(best)
+    sight = evaluator.sight(best) if recipe.evaluation.sight else {}
+    lines = read_jsonl(run_dir / "metrics.jsonl")
+    trained = [line for line in lines if line["step"] > 0]
+    wall_s = _wall_seconds(run_dir, state.session, time.monotonic() - session_began)
+    summary = {
+        "recipe": recipe.name,
+        "seed": recipe.training.seed,
+        "baseline": _counts(state.evaluations.get(0)),
+        "best": _counts(state.evaluations[best]),
+        "best_confirmed": {
+            "solved": again.solved,
+            "total": again.total,
+            "ci95": list(again.ci95),
+            "unseen_solved": unseen.solved,
+            "unseen_total": unseen.total,
+            "unseen_ci95": list(unseen.ci95),
+        },
+        "final": _counts(state.evaluations[state.step]),
+        "references": _read_all(run_dir / "eval" / "references"),
+        "suites": [
+            row
+            for folder in sorted((run_dir / "eval").glob("step-*"))
+            for row in _read_all(folder)
+            if row["mode"] in ("sampled", "greedy") and row["step"] in (0, state.step)
+        ],
+        "sight": {"normal": _pair(again), **{name: _pair(result) for name, result in sight.items()}} if sight else None,
+        "steps": state.step,
+        "trajectories": sum(line["train/episodes"] for line in trained),
+        "tokens": sum(line["rollout/tokens_total"] for line in trained),
+        "wall_s": wall_s,
+        "device": device_name(engine),
+        "cost": cost(
+            wall_s, 1, recipe.cost.device_hour_price, recipe.cost.currency, recipe.cost.device_watts
+        ),
+    }
+    write_file_atomic(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def _wall_seconds(run_dir: Path, session: int, this_session: float) -> float:
+    """Seconds of all sessions of this run together; of an interrupted one, up to its last finished step."""
+    elapsed: dict[int, float] = {}
+    for line in read_jsonl(run_dir / "timing.jsonl"):
+        elapsed[line["session"]] = max(elapsed.get(line["session"], 0.0), line["elapsed_s"])
+    elapsed[session] = this_session
+    return sum(elapsed.values())
+
+
+def _counts(brief: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if brief is None else {k: brief[k] for k in ("step", "solved", "total", "ci95")}
+
+
+def _pair(result: Result) -> dict[str, int]:
+    return {"solved": result.solved, "total": result.total}
+
+
+def _read_all(folder: Path) -> list[dict[str, Any]]:
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [{k: r[k] for k in ("suite", "mode", "step", "solved", "total", "ci95")} for r in records]
+
+
+def device_name(engine: TransformersEngine) -> str:
+    """What the run computed on, in words."""
+    device = engine.vlm.device
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return f"CPU, {names[0] if names else platform.processor() or platform.machine()}"
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,100 @@
+"""Everything a run must remember to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from clew.checkpoint import CheckpointStore, truncate_jsonl
+from clew.errors import UserError
+from clew.evaluation.evaluate import Result
+from clew.policy.adapter import restore_adapter
+from clew.policy.paths import base_fingerprint, resolve_model_path
+from clew.recipe import Recipe
+
+ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.pt", "state.json"
+
+
+class RunState:
+    """Step, data position and evaluations so far, beside the policy and its optimizer.
+
+    No random-number state is kept because there is none: every draw derives from (seed, step, task, ...).
+
+    Attributes:
+        step: training steps done.
+        position: where the stream of training tasks goes on.
+        evaluations: for each evaluated step, the counts of the held-out set (sampled).
+        session: how many times the run was started before.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, policy: PeftModel, optimizer: torch.optim.Optimizer) -> None:
+        self.recipe, self.run_dir, self.policy, self.optimizer = recipe, run_dir, policy, optimizer
+        self.store = CheckpointStore(run_dir / "checkpoints", recipe.checkpoint.keep)
+        self.base_sha256 = base_fingerprint(resolve_model_path(recipe.model.path))
+        self.step = self.position = 0
+        self.evaluations: dict[int, dict[str, Any]] = {}
+        self.session = 1 + max((line["session"] for line in read_jsonl(run_dir / "timing.jsonl")), default=0)
+
+    def restore(self) -> None:
+        """Goes back to the newest whole checkpoint, if there is one, and drops metrics of later steps.
+
+        Raises:
+            UserError: the checkpoint belongs to another base model or LoRA configuration.
+        """
+        if (latest := self.store.latest()) is not None:
+            _, folder = latest
+            kept = json.loads((folder / STATE).read_text())
+            if kept["base_sha256"] != self.base_sha256:
+                raise UserError(
+                    f"model.path: {self.recipe.model.path} is not the base model that {self.run_dir} was trained from "
+                    "(its weights have another SHA-256); put the old weights back or train with --fresh"
+                )
+            restore_adapter(self.policy, load_file(folder / ADAPTER))
+            self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
+            self.step, self.position = kept["step"], kept["position"]
+            self.evaluations = {int(step): brief for step, brief in kept["evaluations"].items()}
+        truncate_jsonl(self.run_dir / "metrics.jsonl", lambda line: line["step"] <= self.step and latest is not None)
+
+    def record_evaluation(self, result: Result) -> bool:
+        """Remembers a held-out result; True if it is better than every earlier one."""
+        assert result.step is not None
+        best = max((e["solved"] for e in self.evaluations.values()), default=-1)
+        self.evaluations[result.step] = result.brief()
+        return result.solved > best
+
+    @property
+    def best_step(self) -> int | None:
+        """The evaluated step (after the first update) that solved most; the earliest of equals."""
+        trained = {step: e["solved"] for step, e in self.evaluations.items() if step > 0}
+        return min(trained, key=lambda step: (-trained[step], step)) if trained else None
+
+    def save(self) -> None:
+        """Saves the state as the checkpoint of the current step; whole or not at all."""
+        kept = {
+            "step": self.step,
+            "position": self.position,
+            "evaluations": self.evaluations,
+            "base_sha256": self.base_sha256,
+        }
+
+        def write(folder: Path) -> None:
+            tensors = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(self.policy).items()}
+            save_file(tensors, folder / ADAPTER)
+            torch.save(self.optimizer.state_dict(), folder / OPTIMIZER)
+            (folder / STATE).write_text(json.dumps(kept, indent=1) + "\n")
+
+        self.store.save(self.step, write, {"base_sha256": self.base_sha256})
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file (a torn last line is left out; no file is no line)."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]

@@ -1,0 +1,249 @@
+"""One policy update: from trajectories with advantages to new LoRA weights."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from clew.agent.ledger import Trajectory
+from clew.algorithms import PolicyLoss, kl_k3, loss_norm, policy_loss, reduce_tokens, truncated_importance_weights
+from clew.policy.model import TokenScores, VisionLanguageModel, collate, score
+from clew.policy.vision import FeatureCache
+from clew.recipe import AlgorithmTable, TrainingTable
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A trajectory with the advantage of each of its turns.
+
+    Attributes:
+        advantages: one a turn, in the order of ``trajectory.turns``.
+    """
+
+    trajectory: Trajectory
+    advantages: list[float]
+
+
+class Updater:
+    """Holds the policy and its optimizer and turns samples into an update."""
+
+    def __init__(
+        self,
+        vlm: VisionLanguageModel,
+        peft_model: PeftModel,
+        features: FeatureCache,
+        algorithm: AlgorithmTable,
+        training: TrainingTable,
+        temperature: float,
+        max_tokens: int,
+    ) -> None:
+        self.vlm, self.peft_model, self.features = vlm, peft_model, features
+        self.algorithm, self.training = algorithm, training
+        self.temperature, self.max_tokens = temperature, max_tokens
+        self.parameters = [p for p in peft_model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=training.learning_rate, betas=(0.9, 0.95), weight_decay=training.weight_decay
+        )
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step (counted from 1): warm-up, then the recipe's schedule."""
+        t = self.training
+        if step <= t.warmup_steps:
+            return t.learning_rate * step / t.warmup_steps
+        done = (step - t.warmup_steps - 1) / max(t.steps - t.warmup_steps, 1)
+        shape = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+        return t.learning_rate * shape[t.schedule]
+
+    def update(self, samples: list[Sample], used: list[bool], step: int) -> dict[str, float]:
+        """Runs the step's epochs and minibatches over the used samples; returns metrics.
+
+        Args:
+            samples: all trajectories that count; the loss is a mean over all of them.
+            used: which of them carry signal (the others' advantages are 0: they are counted, not computed).
+            step: training step, from 1.
+        """
+        lr = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        metrics = _Sums()
+        chunks = _split(samples, used, self.training.minibatches)
+        several = self.training.minibatches * self.training.epochs > 1
+        # With a single update the old policy is the current one: its log-probabilities are those of the loss.
+        old = self._score_all([s for chunk, flags in chunks for s in _only(chunk, flags)]) if several else {}
+        for _ in range(self.training.epochs):
+            for chunk, flags in chunks:
+                self._minibatch(chunk, flags, old, metrics)
+        return {**metrics.result(), "train/learning_rate": lr}
+
+    def _minibatch(
+        self, samples: list[Sample], used: list[bool], old: dict[int, Tensor], metrics: _Sums
+    ) -> None:
+        computed = _only(samples, used)
+        if not computed:
+            return
+        norm = loss_norm(
+            self.algorithm.loss_reduction,
+            tokens=sum(sum(s.trajectory.sampled) for s in samples),
+            sequences=len(samples),
+            max_tokens=self.max_tokens,
+        )
+        self.optimizer.zero_grad()
+        loss_sum = 0.0
+        self.peft_model.train()  # LoRA dropout, if any, is for the gradient alone
+        for part in self._microbatches(computed):
+            loss_sum += self._accumulate(part, norm, old, metrics)
+        self.peft_model.eval()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
+        if not math.isfinite(loss_sum) or not torch.isfinite(grad_norm):
+            metrics.skipped += 1
+            return
+        self.optimizer.step()
+        metrics.updates += 1
+        metrics.loss += loss_sum
+        metrics.grad_norm += float(grad_norm)
+
+    def _accumulate(self, part: list[Sample], norm: float, old: dict[int, Tensor], metrics: _Sums) -> float:
+        """Adds the gradients of one micro-batch; returns its share of the loss."""
+        scores, mask_BT = self._score(part)
+        logprobs_BT = _spread(scores.logprobs_N, mask_BT)
+        advantages_BT = _turn_values(part, mask_BT)
+        engine_BT = _padded([s.trajectory.logprobs for s in part], mask_BT)
+        old_BT = _padded([old[id(s)].tolist() for s in part], mask_BT) if old else logprobs_BT.detach()
+        a = self.algorithm
+        weights_BT = truncated_importance_weights(old_BT, engine_BT, a.tis_cap) if a.tis_cap is not None else None
+        result = policy_loss(
+            logprobs_BT,
+            old_BT,
+            advantages_BT,
+            mask_BT,
+            clip_low=a.clip_low,
+            clip_high=a.clip_high,
+            reduction=a.loss_reduction,
+            norm=norm,
+            rollout_weights_BT=weights_BT,
+        )
+        loss = result.loss
+        if a.kl_coef > 0:
+            with torch.no_grad(), self.peft_model.disable_adapter():
+                base_scores, _ = self._score(part)
+            kl_BT = kl_k3(logprobs_BT, _spread(base_scores.logprobs_N, mask_BT), mask_BT)
+            loss = loss + a.kl_coef * reduce_tokens(kl_BT, mask_BT, reduction=a.loss_reduction, norm=norm)
+            metrics.kl_base += float(kl_BT.detach().sum())
+        loss.backward()
+        metrics.add(result, scores, (logprobs_BT.detach() - engine_BT)[mask_BT] if not old else None)
+        return float(loss.detach())
+
+    def _score(self, part: list[Sample]) -> tuple[TokenScores, Tensor]:
+        trajectories = [s.trajectory for s in part]
+        merge, image_id = self.vlm.merge_size, self.vlm.template.image_token_id
+        for trajectory in trajectories:
+            trajectory.check_images(image_id, merge)
+        batch = collate([(t.token_ids, t.sampled, t.grids) for t in trajectories], image_id, merge)
+        frames = [turn.frame for t in trajectories for turn in t.turns]
+        scores = score(self.vlm, batch, self.features.gather(frames), self.temperature)
+        return scores, batch.scored_BT.to(scores.logprobs_N.device)
+
+    @torch.no_grad()
+    def _score_all(self, samples: list[Sample]) -> dict[int, Tensor]:
+        """Log-probabilities of each sample under the policy before the update: [T], zeros where not sampled."""
+        found: dict[int, Tensor] = {}
+        for part in self._microbatches(samples):
+            scores, mask_BT = self._score(part)
+            for sample, row in zip(part, _spread(scores.logprobs_N, mask_BT), strict=True):
+                found[id(sample)] = row[: len(sample.trajectory.token_ids)].clone()
+        return found
+
+    def _microbatches(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Rows of similar length whose padded size stays within the token budget, longest first."""
+        rest = sorted(samples, key=lambda s: len(s.trajectory.token_ids))
+        while rest:
+            part = [rest.pop()]
+            width = len(part[0].trajectory.token_ids)
+            while rest and (len(part) + 1) * width <= self.training.tokens_per_microbatch:
+                part.append(rest.pop())
+            yield part
+
+
+class _Sums:
+    """Sums over the micro-batches of a step, and what they come to."""
+
+    def __init__(self) -> None:
+        self.updates = self.skipped = 0
+        self.loss = self.grad_norm = self.kl = self.kl_base = self.clipped = self.entropy = 0.0
+        self.ratio_max = self.gap = self.gap_max = 0.0
+        self.tokens = self.gap_tokens = 0
+
+    def add(self, result: PolicyLoss, scores: TokenScores, gap_N: Tensor | None) -> None:
+        self.tokens += int(result.tokens)
+        self.clipped += float(result.clipped)
+        self.kl += float(result.kl)
+        self.ratio_max = max(self.ratio_max, float(result.ratio_max))
+        self.entropy += float(scores.entropy_N.sum())
+        if gap_N is not None:
+            self.gap += float(gap_N.abs().sum())
+            self.gap_max = max(self.gap_max, float(gap_N.abs().max()))
+            self.gap_tokens += gap_N.numel()
+
+    def result(self) -> dict[str, float]:
+        tokens, updates = max(self.tokens, 1), max(self.updates, 1)
+        return {
+            "train/updates": self.updates,
+            "train/skipped_nonfinite": self.skipped,
+            "train/loss": self.loss / updates,
+            "train/grad_norm": self.grad_norm / updates,
+            "policy/entropy": self.entropy / tokens,
+            "policy/kl": self.kl / tokens,
+            "policy/kl_base": self.kl_base / tokens,
+            "policy/clip_fraction": self.clipped / tokens,
+            "policy/ratio_max": self.ratio_max,
+            "policy/logprob_gap_mean": self.gap / max(self.gap_tokens, 1),
+            "policy/logprob_gap_max": self.gap_max,
+        }
+
+
+def _only(samples: list[Sample], used: list[bool]) -> list[Sample]:
+    return [s for s, u in zip(samples, used, strict=True) if u]
+
+
+def _split(samples: list[Sample], used: list[bool], minibatches: int) -> list[tuple[list[Sample], list[bool]]]:
+    """Contiguous minibatches of (nearly) equal size: groups lie together, so most stay whole."""
+    size = -(-len(samples) // minibatches)
+    return [(samples[i : i + size], used[i : i + size]) for i in range(0, len(samples), size)]
+
+
+def _spread(values_N: Tensor, mask_BT: Tensor) -> Tensor:
+    """Flat values of the marked tokens as [B, T], zero elsewhere."""
+    return torch.zeros(mask_BT.shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_BT, values_N)
+
+
+def _padded(rows: list[list[float]], mask_BT: Tensor) -> Tensor:
+    width = mask_BT.shape[1]
+    return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], device=mask_BT.device)
+
+
+def _turn_values(part: list[Sample], mask_BT: Tensor) -> Tensor:
+    """Each answer token gets the advantage of its turn, [B, T]."""
+    values_BT = torch.zeros(mask_BT.shape, device=mask_BT.device)
+    for row, sample in enumerate(part):
+        for turn, advantage in zip(sample.trajectory.turns, sample.advantages, strict=True):
+            values_BT[row, turn.start : turn.end] = advantage
+    return values_BT
+
+
+def no_update_metrics(learning_rate: float) -> dict[str, float]:
+    """The update metrics of a step in which no group carried signal: a counted no-op."""
+    return {**_Sums().result(), "train/learning_rate": learning_rate}
+
+
+@contextlib.contextmanager
+def deterministic_dropout(seed: int) -> Iterator[None]:
+    """Seeds torch for the update alone: dropout, if any, then depends on the step and not on what ran before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed % 2**63)
+        yield
