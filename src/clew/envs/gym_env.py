@@ -14,11 +14,12 @@ from clew.envs.maze import draw
 from clew.envs.maze_env import ACTIONS, ENV_ID, MazeEnv, answer_text
 
 
-class MazeGymEnv(gymnasium.Env[np.ndarray, int]):
+class MazeGymEnv(gymnasium.Env[np.ndarray, np.int64]):
     """The maze for agents that choose a number instead of writing an answer.
 
-    Observations are the frames of ``MazeEnv`` (uint8 RGB [rows * 16, cols * 16, 3]); action i is ``ACTIONS[i]``
-    (up, right, down, left, stop). ``info`` holds what ``MazeEnv`` says, and its feedback sentence as ``text``.
+    Observations are the frames of ``MazeEnv`` (uint8 RGB [rows * 16, cols * 16, 3]); action i is
+    ``ACTIONS[i]`` (up, right, down, left, stop). ``info`` holds what ``MazeEnv`` says, and its feedback
+    sentence as ``text``.
 
     Args:
         render_mode: ``"rgb_array"``, or None to draw nothing on ``render()``.
@@ -42,13 +43,13 @@ class MazeGymEnv(gymnasium.Env[np.ndarray, int]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Starts the maze of ``seed`` (the same one as ``MazeEnv.reset(seed)``); without a seed, a random one."""
+        """Starts the maze of ``seed`` (that of ``MazeEnv.reset(seed)``), or without a seed a random one."""
         super().reset(seed=seed)
         task_seed = int(self.np_random.integers(2**32)) if seed is None else seed
         observation, info = self.maze_env.reset(task_seed)
         return observation.image, _with_text(info, observation)
 
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: int | np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Plays one action.
 
         Raises:
@@ -56,11 +57,12 @@ class MazeGymEnv(gymnasium.Env[np.ndarray, int]):
             RuntimeError: the episode has ended or was never started.
         """
         if not self.action_space.contains(action):
-            raise InvalidAction(f"action {action!r} is unknown; there are 0 to {len(ACTIONS) - 1}: {', '.join(ACTIONS)}")
+            known = ", ".join(f"{number} {name}" for number, name in enumerate(ACTIONS))
+            raise InvalidAction(f"action {action!r} is unknown; there are {known}")
         observation, reward, terminated, truncated, info = self.maze_env.step(answer_text(ACTIONS[action]))
         return observation.image, reward, terminated, truncated, _with_text(info, observation)
 
-    def render(self) -> np.ndarray | None:  # type: ignore[override]
+    def render(self) -> np.ndarray | None:
         """The current frame, or None without a render mode."""
         return self.maze_env.frame() if self.render_mode == "rgb_array" else None
 
@@ -70,6 +72,6 @@ def _with_text(info: dict[str, Any], observation: Observation) -> dict[str, Any]
 
 
 def register_maze() -> None:
-    """Makes ``clew/Maze-v0`` known to Gymnasium. The maze has its own turn cap, so no time limit is wrapped around."""
+    """Makes ``clew/Maze-v0`` known to Gymnasium, without a time limit: the maze has its own turn cap."""
     if ENV_ID not in gymnasium.registry:
         register(id=ENV_ID, entry_point="clew.envs.gym_env:MazeGymEnv")

@@ -40,8 +40,8 @@ class Maze:
     @property
     def content_hash(self) -> str:
         """What makes two mazes the same problem: size, walls, start and goal (16 hex digits of SHA-256)."""
-        content = bytes((self.rows, self.cols)) + bytes(self.open_sides) + f"{self.start},{self.goal}".encode()
-        return hashlib.sha256(content).hexdigest()[:16]
+        walls = bytes((self.rows, self.cols, *self.open_sides))
+        return hashlib.sha256(walls + f"{self.start},{self.goal}".encode()).hexdigest()[:16]
 
     def neighbour(self, room: int, direction: int) -> int | None:
         """The room behind the open side ``direction`` (index into DIRECTIONS), or None at a wall."""
@@ -131,11 +131,11 @@ def make_maze(seed: int, rows: int, cols: int, min_path: int, max_path: int, bra
     """Makes the maze of a seed; its shortest path has between ``min_path`` and ``max_path`` moves.
 
     Raises:
-        ValueError: no maze of this size has such a path (after 1,000 tries).
+        ValueError: no maze of this size has such a path, or hardly one does (10,000 tries failed).
     """
     rng = random.Random(seed)
     n_rooms = rows * cols
-    for _ in range(1000):
+    for _ in range(10_000):
         open_sides = _spanning_tree(rng, rows, cols)
         if braid:
             _open_dead_ends(rng, rows, cols, open_sides, braid)
@@ -145,7 +145,10 @@ def make_maze(seed: int, rows: int, cols: int, min_path: int, max_path: int, bra
         if goals:
             goal = goals[int(rng.random() * len(goals))]
             return Maze(rows, cols, tuple(open_sides), start, goal, distance[goal])
-    raise ValueError(f"no {rows}x{cols} maze with a shortest path of {min_path} to {max_path} moves was found")
+    raise ValueError(
+        f"no {rows}x{cols} maze with a path of {min_path} to {max_path} moves was found: make size "
+        "larger or the paths shorter"
+    )
 
 
 def best_directions(maze: Maze, distance_to_goal: list[int], room: int) -> list[int]:

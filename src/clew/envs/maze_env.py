@@ -12,7 +12,7 @@ from clew.envs.maze import DIRECTIONS, PALETTES, Maze, best_directions, distance
 
 ENV_ID = "clew/Maze-v0"
 ACTIONS = (*DIRECTIONS, "stop")
-_ANSWER = re.compile(r"<action>\s*(\w+)\s*</action>")
+_ANSWER = re.compile(r"<action>([^<]*)</action>")
 
 PROMPTS = {
     "reach": (
@@ -42,7 +42,8 @@ def answer_text(action: str) -> str:
 def parse_action(answer: str) -> str | None:
     """The action that an answer names, or None where it names none, several, or an unknown one."""
     found = _ANSWER.findall(answer)
-    return found[0] if len(found) == 1 and found[0] in ACTIONS else None
+    name = found[0].strip() if len(found) == 1 else None
+    return name if name in ACTIONS else None
 
 
 class MazeEnv:
@@ -52,7 +53,8 @@ class MazeEnv:
         size: (rows, cols) of the lattice.
         min_path, max_path: bounds of the shortest path, in moves.
         max_turns: turns after which the episode is truncated.
-        goal: ``"reach"`` - entering the goal succeeds and ends the episode; ``"stop"`` - only stopping on it does.
+        goal: ``"reach"`` - entering the goal succeeds and ends the episode;
+            ``"stop"`` - only stopping on it does.
         braid: share of dead ends that are opened.
         palette: colours, a key of ``PALETTES``.
 
@@ -61,7 +63,7 @@ class MazeEnv:
     """
 
     env_id = ENV_ID
-    action_names = ACTIONS
+    action_names: tuple[str, ...] = ACTIONS
 
     def __init__(
         self,
@@ -77,10 +79,14 @@ class MazeEnv:
             raise ValueError(f"palette {palette!r} is unknown; there are {', '.join(PALETTES)}")
         if goal not in PROMPTS:
             raise ValueError(f"goal {goal!r} is unknown; there are {', '.join(PROMPTS)}")
-        if min(size) < 2 or not 1 <= min_path <= max_path or not 0 <= braid <= 1:
+        if len(size) != 2 or not all(2 <= side <= 255 for side in size):
+            raise ValueError(f"size {size} is impossible; give rows and columns, each from 2 to 255")
+        if not 1 <= min_path <= max_path or min_path >= size[0] * size[1] or not 0 <= braid <= 1:
             raise ValueError(f"no maze has size {size}, paths {min_path} to {max_path} and braid {braid}")
         if max_path + (goal == "stop") > max_turns:
-            raise ValueError(f"paths of up to {max_path} moves can't be walked within {max_turns} turns (goal {goal!r})")
+            raise ValueError(
+                f"paths of up to {max_path} moves can't be walked within {max_turns} turns (goal {goal!r})"
+            )
         self.size, self.min_path, self.max_path = (int(size[0]), int(size[1])), min_path, max_path
         self.max_turns, self.goal, self.braid, self.palette = max_turns, goal, braid, palette
         self.prompt = PROMPTS[goal]
@@ -114,7 +120,8 @@ class MazeEnv:
         Raises:
             RuntimeError: the episode has ended or was never started.
         """
-        if self.maze is None or self.over:
+        maze = self._started()
+        if self.over:
             raise RuntimeError("the episode is over: call reset(seed) first")
         self.turn += 1
         name = parse_action(action)
@@ -124,14 +131,14 @@ class MazeEnv:
         elif name == "stop":
             # Under "reach" there is nothing to stop for: the goal ends the episode by itself.
             terminated = self.goal == "stop"
-            success = terminated and self.room == self.maze.goal
+            success = terminated and self.room == maze.goal
             feedback = "reached" if success else "stopped" if terminated else "idle"
         else:
-            other = self.maze.neighbour(self.room, DIRECTIONS.index(name))
+            other = maze.neighbour(self.room, DIRECTIONS.index(name))
             feedback = "blocked" if other is None else "moved"
             if other is not None:
                 self.room = other
-                if self.goal == "reach" and other == self.maze.goal:
+                if self.goal == "reach" and other == maze.goal:
                     success = terminated = True
                     feedback = "reached"
         truncated = not terminated and self.turn >= self.max_turns
@@ -141,26 +148,30 @@ class MazeEnv:
 
     def frame(self) -> np.ndarray:
         """The current frame, uint8 RGB [height, width, 3]."""
-        assert self.maze is not None
-        return draw(self.maze, self.room, self.palette)
+        return draw(self._started(), self.room, self.palette)
 
     def distance_to_goal(self) -> list[int]:
         """Moves from each room to the goal."""
-        assert self.maze is not None
+        maze = self._started()
         if self._distance_to_goal is None:
-            self._distance_to_goal = distances(*self.size, self.maze.open_sides, self.maze.goal)
+            self._distance_to_goal = distances(maze.rows, maze.cols, maze.open_sides, maze.goal)
         return self._distance_to_goal
 
     def best_actions(self) -> list[str]:
         """The names of all optimal actions from here."""
-        assert self.maze is not None
-        if self.room == self.maze.goal:
+        maze = self._started()
+        if self.room == maze.goal:
             return ["stop"]
-        return [DIRECTIONS[d] for d in best_directions(self.maze, self.distance_to_goal(), self.room)]
+        return [DIRECTIONS[d] for d in best_directions(maze, self.distance_to_goal(), self.room)]
 
     def oracle_action(self) -> str:
         """The text of an optimal action from here (the first of them in the order up, right, down, left)."""
         return answer_text(self.best_actions()[0])
+
+    def _started(self) -> Maze:
+        if self.maze is None:
+            raise RuntimeError("no episode was started: call reset(seed) first")
+        return self.maze
 
     def close(self) -> None:
         """Nothing is held open."""

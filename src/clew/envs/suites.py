@@ -1,7 +1,7 @@
 """Fixed task lists: the held-out set, the suites never trained on, and the stream of training tasks.
 
-Disjointness is by content (walls, start and goal), never by seed. The even content hashes belong to imitation,
-the odd ones to reinforcement learning, and whatever is in an evaluation suite to neither.
+Disjointness is by content (walls, start and goal), never by seed. The even content hashes belong to
+imitation, the odd ones to reinforcement learning, and whatever is in an evaluation suite to neither.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _FIRST_SEED = {
 }
 SUITES = tuple(_FIRST_SEED)
 _SEEDS_PER_RUN = 10_000_000
+_SKIPS_IN_A_ROW = 10_000  # then there is nothing (or next to nothing) left to find
 
 
 def suite_settings(name: str, base: dict[str, Any]) -> dict[str, Any]:
@@ -49,20 +50,31 @@ def suite_settings(name: str, base: dict[str, Any]) -> dict[str, Any]:
     return {**base, **changes[name]}
 
 
-def maze_suite(name: str, base: dict[str, Any], size: int) -> Suite:
-    """The first ``size`` tasks of a suite, no content twice; of "unseen", none that is held out."""
+def maze_suite(name: str, base: dict[str, Any], size: int, apart_from: Iterable[Suite] = ()) -> Suite:
+    """The first ``size`` tasks of a suite: no content twice, and none that is in the suites ``apart_from``.
+
+    Raises:
+        UserError: the suite is unknown, or there are too few different mazes.
+        ValueError: its settings allow no maze.
+    """
     env = MazeEnv(**suite_settings(name, base))
-    taken = {t.content_hash for t in maze_suite("heldout", base, size).tasks} if name == "unseen" else set()
+    taken = set(content_hashes(apart_from))
     tasks: list[Task] = []
+    skipped = 0
     for seed in count(_FIRST_SEED[name]):
         if len(tasks) == size:
             break
-        if seed - _FIRST_SEED[name] > 1000 + 100 * size:
-            raise UserError(f"evaluation.size: there are not {size} different mazes for suite {name!r}; ask for fewer")
         task = env.task(seed)
         if task.content_hash not in taken:
             taken.add(task.content_hash)
             tasks.append(task)
+            skipped = 0
+        elif (skipped := skipped + 1) == _SKIPS_IN_A_ROW:
+            key = "evaluation.confirm_size" if name == "unseen" else "evaluation.size"
+            raise UserError(
+                f"{key}: suite {name!r} can't have {size} different mazes (found {len(tasks)}); "
+                "ask for fewer, or make environment.size larger"
+            )
     return Suite(name, suite_settings(name, base), tuple(tasks))
 
 
@@ -76,16 +88,28 @@ def belongs_to_imitation(content_hash: str) -> bool:
     return int(content_hash[-1], 16) % 2 == 0
 
 
-def training_tasks(env: MazeEnv, held_out: frozenset[str], seed: int, position: int = 0) -> Iterator[tuple[int, Task]]:
+def training_tasks(
+    env: MazeEnv, held_out: frozenset[str], seed: int, position: int = 0
+) -> Iterator[tuple[int, Task]]:
     """The endless stream of training tasks of a run, from ``position`` on: (next position, task).
 
-    Held-out content and content that belongs to imitation is skipped; small mazes collide, so skipping goes by
-    content.
+    Held-out content and content that belongs to imitation is skipped; small mazes collide, so skipping goes
+    by content.
+
+    Raises:
+        UserError: (nearly) nothing is left to train on.
     """
+    skipped = 0
     for offset in count(position):
         task = env.task(seed * _SEEDS_PER_RUN + offset)
         if task.content_hash not in held_out and not belongs_to_imitation(task.content_hash):
+            skipped = 0
             yield offset + 1, task
+        elif (skipped := skipped + 1) == _SKIPS_IN_A_ROW:
+            raise UserError(
+                f"environment.size: {skipped:,} mazes in a row are held out or belong to imitation, so none "
+                "is left to train on; make it larger, or evaluation.size smaller"
+            )
 
 
 def refuse_overlap(name: str, tasks: Iterable[Task], held_out: frozenset[str]) -> None:
