@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,28 @@ class Evaluator:
         self.main = recipe.evaluation.suites[0]
 
     def suite(self, name: str) -> Suite:
-        """A suite by name, made once."""
+        """A suite by name, made once; no maze is in two suites."""
         if name not in self._suites:
             size = self.recipe.evaluation.confirm_size if name == "unseen" else self.recipe.evaluation.size
             try:
-                self._suites[name] = maze_suite(name, self._settings, size)
+                earlier = (self._possible(other) for other in takewhile(lambda other: other != name, SUITES))
+                self._suites[name] = maze_suite(name, self._settings, size, apart_from=filter(None, earlier))
             except ValueError as error:
                 raise UserError(f"[environment]: suite {name!r} can't be made ({error})") from error
         return self._suites[name]
 
+    def _possible(self, name: str) -> Suite | None:
+        """A suite, or None where these settings can't make it (longer paths than a small maze has)."""
+        try:
+            return self.suite(name)
+        except UserError:
+            return None
+
     def held_out(self) -> frozenset[str]:
         """Content of every suite there is, asked for or not: none of it may be trained on."""
-        return content_hashes(self.suite(name) for name in SUITES)
+        needed = {*self.recipe.evaluation.suites, "heldout", "unseen"}
+        suites = (self.suite(name) if name in needed else self._possible(name) for name in SUITES)
+        return content_hashes(filter(None, suites))
 
     def regular(self, step: int) -> Result:
         """The held-out set, sampled at the training temperature."""

@@ -104,7 +104,7 @@ def attach_lora(
     leaves = "|".join(_linear_names(vlm.model, vision) if target == "all-linear" else target)
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=rf"{inside}.*\.({leaves})",
         bias="none",
@@ -113,9 +113,11 @@ def attach_lora(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
-            return get_peft_model(vlm.model, config).eval()  # type: ignore[return-value]
+            policy = get_peft_model(vlm.model, config).eval()
         except ValueError as error:
             raise UserError(f"model.lora.target: no module of the language model is called {target!r}") from error
+    config.base_model_name_or_path = vlm.path  # PEFT puts what the model object was loaded from, if anything
+    return policy
 
 
 def _linear_names(model: Any, vision: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from clew.checkpoint import write_directory
+from clew.checkpoint import DamagedCheckpoint, verify, write_directory
 from clew.envs.base import ImageEnv
 from clew.errors import UserError
 from clew.policy.adapter import Adapter, read_adapter, tensors_hash, write_adapter
@@ -58,10 +59,28 @@ def export_adapter(adapter: Adapter, folder: Path, card: dict[str, Any], effect:
         write_adapter(adapter, staging)
         (staging / "README.md").write_text(model_card(adapter, card, effect))
 
-    write_directory(folder, write, {"adapter": adapter.name, "sha256": adapter.content_hash})
+    facts = {"adapter": adapter.name, "sha256": adapter.content_hash}
+    _set_aside_other(folder, facts)
+    write_directory(folder, write, facts)
     if tensors_hash(read_adapter(folder).tensors) != adapter.content_hash:
         raise UserError(f"{folder}: the exported weights differ from the trained ones; is the disk damaged?")
     return folder
+
+
+def _set_aside_other(folder: Path, facts: dict[str, Any]) -> None:
+    """Renames an export of the same step with other weights, so that a run can go on.
+
+    It is left by a process that died between this export and its next checkpoint, on a device that does not repeat
+    its bits. Nothing saved is lost, and the name stays free for one set of weights at a time.
+    """
+    try:
+        found = verify(folder).facts
+    except DamagedCheckpoint:
+        return  # absent or partial: write_directory deals with it
+    if found != facts:
+        aside = next(p for n in itertools.count(1) if not (p := Path(f"{folder}.superseded-{n}")).exists())
+        folder.rename(aside)
+        log.warning("%s held other weights of this step (%s); they are kept in %s", folder, found.get("adapter"), aside)
 
 
 def model_card(adapter: Adapter, card: dict[str, Any], effect: float) -> str:

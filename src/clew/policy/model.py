@@ -155,7 +155,13 @@ def collate(
         scored_BT[row, : len(ids)] = scored
         real_BT[row, : len(ids)] = True
     image_BT = (ids_BT == image_token_id) & real_BT
-    return TokenBatch(*(torch.from_numpy(x) for x in (ids_BT, positions_3BT, image_BT, scored_BT)), lengths=lengths)
+    return TokenBatch(
+        ids_BT=torch.from_numpy(ids_BT),
+        positions_3BT=torch.from_numpy(positions_3BT),
+        image_BT=torch.from_numpy(image_BT),
+        scored_BT=torch.from_numpy(scored_BT),
+        lengths=lengths,
+    )
 
 
 def hidden_states(base: Any, batch: TokenBatch, features: VisualFeatures) -> Tensor:

@@ -242,6 +242,8 @@ class SftTable(Table):
     """Peak learning rate of Muon (matrices)."""
     adamw_learning_rate: PositiveNumber = 0.003
     """Peak learning rate of AdamW (embeddings, convolutions, vectors)."""
+    episode_turns: Positive = 30
+    """Turns a demonstrated episode may take: the navigator may wander longer than the agent will be allowed to."""
     random_moves: Fraction = 0.5
     """Share of the fallible navigator's turns in which it takes a random open side."""
     seed: NonNegative = 0

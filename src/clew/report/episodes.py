@@ -6,6 +6,7 @@ import base64
 import binascii
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ _MOST_FRAMES = 40  # an episode
 _MOST_TOKENS = 4000  # an episode; the middle of longer ones is left out
 _FRAME_BYTES = 16_000  # a frame of a page; larger ones are shrunk
 _GIF_BYTES = 1_200_000
+_TAGGED = re.compile(r"<(action|answer)>([^<]*)</\1>")
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def _episode(title: str, rule: str, replay: Mapping[str, Any]) -> Episode:
         ended = success and number_ == len(turns)
         tone = "yes" if ended else "" if feedback == "moved" else "no"
         source = data_uri(str(turn.get("frame", "")))
-        frames.append(Frame(source, str(number_), short(answer), feedback, tone, alt))
+        frames.append(Frame(source, str(number_), action(answer), feedback, tone, alt))
     if replay.get("final_frame"):
         source, tone = data_uri(str(replay["final_frame"])), "yes" if success else "no"
         frames.append(Frame(source, "end", "", _verdict(replay), tone, "The last frame"))
@@ -231,6 +233,12 @@ def short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
+def action(answer: str) -> str:
+    """A tagged answer without its tags; any other answer as it stands."""
+    tagged = _TAGGED.fullmatch(answer.strip())
+    return short(tagged[2] if tagged else answer)
+
+
 def _turns(replay: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     turns = replay.get("turns")
     return [t for t in turns if isinstance(t, Mapping)] if isinstance(turns, list) else []
@@ -238,7 +246,7 @@ def _turns(replay: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _captions(replay: Mapping[str, Any]) -> list[str]:
     return [
-        f"{short(str(t.get('answer', '')), 24)}: {short(str(t.get('feedback', '')), 16)}".strip(": ")
+        f"{short(action(str(t.get('answer', ''))), 24)}: {short(str(t.get('feedback', '')), 16)}".strip(": ")
         for t in _turns(replay)
     ]
 

@@ -152,6 +152,8 @@ def limits(run: Run, story: Story) -> list[str]:
     temperature = run.setting("rollout", "temperature")
     heat = f" at temperature {temperature:g}" if number(temperature) is not None else ""
     out.append(f"One sampled attempt a {story.noun[:-1]}{heat}. Greedy decoding may solve more or fewer.")
+    if sentence := _greedy_before(run, story):
+        out.append(sentence)
     out += [sentence for policy in ("no-turn-back", "oracle") if (sentence := _against(run, story, policy))]
     out.append(_sight_limit(run, story))
     out.append(
@@ -264,6 +266,17 @@ def _step_of(run: Run, key: str, fallback: Any) -> tuple[int, Score] | None:
 
 def _pair(counts: tuple[int, int] | None) -> dict[str, int] | None:
     return {"solved": counts[0], "total": counts[1]} if counts else None
+
+
+def _greedy_before(run: Run, story: Story) -> str | None:
+    """Says so where the agent could do before training, greedily, what training made it do when it samples."""
+    greedy = run.find(0, run.heldout, "greedy")
+    if greedy is None or story.quoted is None or greedy.score.below(story.quoted):
+        return None
+    return (
+        f"Greedy decoding solved {greedy.score.solved} of {greedy.score.total} before training already: what was "
+        "learned here is to do reliably what the model could do, not to plan anew."
+    )
 
 
 def _in_words(score: Score, what: str = "") -> str:

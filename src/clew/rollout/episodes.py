@@ -48,6 +48,7 @@ class _Episode:
     def __init__(self, player: Player, make_env: MakeEnv, task: Task, sample: int, see: FrameFilter | None) -> None:
         self.player, self.make_env, self.task, self.sample, self.see = player, make_env, task, sample, see
         self.replayed = False
+        self.env: ImageEnv | None = None
         self.open()
 
     def open(self) -> None:
@@ -77,6 +78,7 @@ class _Episode:
         count = grid[0] * grid[1] * grid[2] // self.player.patcher.merge**2
         template = self.player.template
         if opening:
+            assert self.env is not None
             ids = template.opening(self.env.prompt, observation.text, count)
         else:
             ids = template.continuation(observation.text, count, ended=ended)
@@ -89,6 +91,7 @@ class _Episode:
 
     def answer(self, completion: Completion) -> None:
         """Records an answer, plays it, and shows what comes of it."""
+        assert self.env is not None
         trajectory, turn = self.trajectory, self.trajectory.turns[-1]
         turn.start = len(trajectory.token_ids)
         trajectory.append_sampled(completion.ids, completion.logprobs)
@@ -118,6 +121,7 @@ class _Episode:
     def _crashed(self, during: str) -> None:
         """An environment's exception is infrastructure: once it is replaced and the episode played again."""
         log.warning("%s seed %d raised in %s", self.task.env_id, self.task.seed, during, exc_info=True)
+        self.close()
         if self.replayed:
             self._stop(StopReason.ENV_CRASHED)
         else:
@@ -132,9 +136,13 @@ class _Episode:
         self._stop(reason)
 
     def close(self) -> None:
-        env = getattr(self, "env", None)
+        """Closes the environment, if one is open; one that fails at that harms no other episode."""
+        env, self.env = self.env, None
         if env is not None:
-            env.close()
+            try:
+                env.close()
+            except Exception:
+                log.warning("%s seed %d raised in close", self.task.env_id, self.task.seed, exc_info=True)
 
 
 def play(

@@ -114,10 +114,13 @@ def train(
         # Judge each trajectory against its group, and learn from the groups that differ.
         samples, used = prepare(trajectories, recipe.algorithm)
         with deterministic_dropout(derive_seed("update", seed, step)):
-            update = updater.update(samples, used, step) if any(used) else no_update_metrics(updater.learning_rate(step))
+            if any(used):
+                update = updater.update(samples, used, step)
+            else:
+                update = no_update_metrics(updater.learning_rate(step))
         learned = time.monotonic()
 
-        metrics = {
+        metrics: dict[str, Any] = {
             "step": step,
             **episode_metrics(trajectories),
             **update,

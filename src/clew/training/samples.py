@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean
 
 import torch
@@ -83,7 +84,7 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def repetition(answers: Sequence[Sequence[int]]) -> float:
     """Share of answer tokens that repeat the token before them: near 1 when output has collapsed."""
     pairs = sum(max(len(a) - 1, 0) for a in answers)
-    return sum(x == y for a in answers for x, y in zip(a, a[1:], strict=False)) / max(pairs, 1)
+    return sum(x == y for a in answers for x, y in pairwise(a)) / max(pairs, 1)
 
 
 def group_metrics(samples: Sequence[Sample], used: Sequence[bool]) -> dict[str, float]:

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,13 @@ def train_sft(
             optimizer.zero_grad()
         if step % CHECKPOINT_EVERY == 0 and step < table.steps:
             state = {"model": model.state_dict(), "muon": muon.state_dict(), "adamw": adamw.state_dict()}
-            checkpoints.save(step, lambda folder, state=state: torch.save(state, folder / "state.pt"), {})
+            checkpoints.save(step, partial(_write_state, state), {})
         report(SftProgress(step, loss, probability, time.monotonic() - began))
     model.eval()
+
+
+def _write_state(state: dict[str, Any], folder: Path) -> None:
+    torch.save(state, folder / "state.pt")
 
 
 def draw(demonstrator: Demonstrator, table: SftTable, step: int) -> list[Demonstration]:

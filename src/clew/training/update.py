@@ -12,7 +12,14 @@ from peft import PeftModel
 from torch import Tensor
 
 from clew.agent.ledger import Trajectory
-from clew.algorithms import PolicyLoss, kl_k3, loss_norm, policy_loss, reduce_tokens, truncated_importance_weights
+from clew.algorithms import (
+    PolicyLoss,
+    kl_k3,
+    loss_norm,
+    policy_loss,
+    reduce_tokens,
+    truncated_importance_weights,
+)
 from clew.policy.model import TokenScores, VisionLanguageModel, collate, score
 from clew.policy.vision import FeatureCache
 from clew.recipe import AlgorithmTable, TrainingTable

@@ -1,0 +1,37 @@
+# Clew's set-up and checks. `make demo` and `make test` are all a user needs; a second call downloads nothing.
+
+PYTHON ?= python3
+TORCH := 2.13.0
+BIN := .venv/bin
+# Made anew when pyproject.toml changes, and only then.
+STAMP := .venv/installed-$(shell cksum < pyproject.toml | tr ' ' '-')
+
+.PHONY: setup demo test test-slow lint clean
+
+setup: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Clew needs Python 3.11 or later: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	# By itself: where pip is shown a CPU build of this version, that is the one the rest then settles on.
+	$(BIN)/pip install "torch==$(TORCH)"
+	$(BIN)/pip install -e ".[dev]"
+	@rm -f .venv/installed-*
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/clew train laptop
+
+test: $(STAMP)
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,151 @@
+"""The commands. Each imports what it needs when it runs, so that ``clew --help`` is quick."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from clew import __version__
+
+app = typer.Typer(
+    help="Trains vision-language agents by reinforcement learning on tasks they see.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@dataclass
+class Place:
+    """Where the command that is running keeps its files: the traceback of a fault goes there."""
+
+    run_dir: Path | None = None
+
+
+place = Place()
+
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe shipped with Clew (laptop), or a TOML file.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe, e.g. training.steps=50."),
+]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"clew {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run directory; runs/RECIPE-seedN if not given.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start again; a run that is there is renamed, not deleted.")
+    ] = False,
+) -> None:
+    """Train by reinforcement learning; goes on with an unfinished run."""
+    from rich.console import Console
+
+    from clew.recipe import load_recipe
+    from clew.runtime.local import run_local
+    from clew.runtime.run_directory import default_run_dir
+
+    loaded = load_recipe(recipe, overrides or ())
+    place.run_dir = run or default_run_dir(loaded)
+    run_local(loaded, place.run_dir, fresh, Console())
+
+
+@app.command("eval")
+def evaluate(
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Evaluate the best adapter of this run.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Evaluate this model folder, under the settings of the laptop recipe."),
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="A PEFT adapter folder on top of the model.")
+    ] = None,
+    suite: Annotated[
+        str | None, typer.Option("--suite", help="Play this suite only; all of the recipe's if not given.")
+    ] = None,
+    policy: Annotated[str, typer.Option("--policy", help="model, oracle, random or no-turn-back.")] = "model",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results, episode by episode, to this file.")
+    ] = None,
+) -> None:
+    """Play fixed suites of tasks and count what is solved."""
+    from clew.cli.evaluate import run_eval
+
+    run_eval(overrides or [], run, model, adapter, suite, policy, json_file)
+
+
+@app.command()
+def sft(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Model folder to write; runs/RECIPE-sft-seedN if not given.")
+    ] = None,
+) -> None:
+    """Make the warm start from nothing, by imitation."""
+    from rich.console import Console
+
+    from clew.recipe import load_recipe
+    from clew.runtime.imitation import run_sft
+    from clew.runtime.run_directory import file_name
+
+    loaded = load_recipe(recipe, overrides or ())
+    folder = out or Path("runs") / f"{file_name(loaded)}-sft-seed{loaded.sft.seed}"
+    place.run_dir = folder.with_name(f"{folder.name}.work")
+    run_sft(loaded, folder, Console(), shlex.join(["clew", "sft", recipe, *(overrides or [])]))
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder to write: a PEFT adapter with its card.")],
+    step: Annotated[str, typer.Option("--step", help="best, or the number of a step.")] = "best",
+) -> None:
+    """Copy an adapter out of a run, ready to serve."""
+    from clew.runtime.adapters import copy_adapter
+
+    print(f"adapter: {copy_adapter(run, step, to)}")
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
+    """Write report.html of a run, finished or not."""
+    from clew.report.html import write_report
+
+    print(f"report: {write_report(run)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, cores, memory and disk, and say what is missing."""
+    from clew.cli.doctor import show
+
+    if not show():
+        raise typer.Exit(1)

@@ -1,0 +1,85 @@
+"""``clew eval``: from options to a subject, and the table at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from clew.checkpoint import write_file_atomic
+from clew.errors import UserError
+from clew.recipe import Recipe, load_recipe
+from clew.report.progress import Progress
+from clew.runtime.adapters import exported_steps, find_adapter
+from clew.runtime.local import check_supported, prepare_process
+from clew.runtime.run_directory import RECIPE
+
+
+def run_eval(
+    overrides: list[str],
+    run: Path | None,
+    model: str | None,
+    adapter: Path | None,
+    suite: str | None,
+    policy: str,
+    json_file: Path | None,
+) -> None:
+    """Evaluates a run's best adapter, a model folder or a reference policy.
+
+    Raises:
+        UserError: options that do not go together, or a part that is missing.
+    """
+    if run is not None and model is not None:
+        raise UserError("--run and --model exclude each other: a run knows its model")
+    if run is None and model is None and policy == "model":
+        raise UserError("give --run DIR or --model PATH, or a --policy that needs no model")
+    if json_file is not None and json_file.is_dir():
+        raise UserError(f"--json {json_file} is a folder: name a file")
+    recipe, step = _recipe(overrides, run, model, suite), 0
+    check_supported(recipe)
+    if run is not None and policy == "model" and adapter is None:
+        step, adapter = find_adapter(run, "best")
+    prepare_process(recipe)
+    from clew.runtime.evaluation import Subject, evaluate_subject, record
+
+    console = Console()
+    progress = Progress(recipe.training.steps, console, heldout=recipe.evaluation.suites[0])
+    subject = Subject(policy, adapter, step)
+    results = evaluate_subject(
+        recipe,
+        subject,
+        lambda r: progress.evaluation(r.suite, r.mode, r.solved, r.total, r.ci95, step=step),
+    )
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("suite")
+    table.add_column("mode")
+    for name in ("solved", "rate", "95 % interval", "path length: solved/total"):
+        table.add_column(name, justify="right")
+    for result in results:
+        low, high = result.ci95
+        lengths = "  ".join(
+            f"{length}: {r['solved']}/{r['total']}" for length, r in result.by_path_length().items()
+        )
+        rate, counts = f"{result.solve_rate:.1%}", f"{result.solved}/{result.total}"
+        table.add_row(result.suite, result.mode, counts, rate, f"{low:.1%} - {high:.1%}", lengths)
+    console.print(table)
+    if adapter is not None:
+        console.print(f"adapter: {adapter}", markup=False, highlight=False, soft_wrap=True)
+    if json_file is not None:
+        write_file_atomic(json_file, json.dumps(record(recipe, subject, results), indent=1) + "\n")
+
+
+def _recipe(overrides: list[str], run: Path | None, model: str | None, suite: str | None) -> Recipe:
+    if run is not None:
+        exported_steps(run)  # says so if it is no run directory
+        source = str(run / RECIPE)
+    else:
+        source = "laptop"
+    if model is not None:
+        overrides = [*overrides, f"model.path={json.dumps(model)}"]
+    if suite is not None:
+        overrides = [*overrides, f"evaluation.suites={json.dumps([suite])}"]
+    return load_recipe(source, overrides)

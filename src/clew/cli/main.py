@@ -1,0 +1,78 @@
+"""The console script: runs a command and turns whatever comes of it into a line and an exit code.
+
+0: done. 1: a fault (ours, or the machine's). 2: bad input. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from typer.exceptions import TyperException
+
+from clew.cli.app import app, place
+from clew.errors import Interrupted, UserError
+
+FAULTS = "faults.log"
+
+
+def main() -> None:
+    """Runs ``clew`` with the arguments of the process and exits."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command; returns its exit code. No traceback for what the user can mend."""
+    place.run_dir = None
+    again = shlex.join(["clew", *(argument for argument in arguments if argument != "--fresh")])
+    try:
+        code = app(list(arguments), prog_name="clew", standalone_mode=False)
+    except UserError as error:
+        return _say(f"error: {error}", 2)
+    except TyperException as error:  # an unknown command or option, a value of the wrong kind
+        return _say(f"error: {error.format_message()} (see clew --help)", 2)
+    except Interrupted as stopped:
+        return _say(f"stopped after step {stopped.step}; all of it is saved, to go on: {again}", 130)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:
+        return _fault(error)
+    if code == 130:  # typer makes this of a KeyboardInterrupt
+        return _say(f"stopped at once; what was saved before is whole, to go on: {again}", 130)
+    return code if isinstance(code, int) else 0
+
+
+def _say(text: str, code: int) -> int:
+    print("clew: " + " ".join(text.split()), file=sys.stderr)
+    return code
+
+
+def _fault(error: Exception) -> int:
+    """One line on the console; the traceback goes where the run is, if there is one."""
+    from clew.checkpoint.staging import write_error
+
+    folder = place.run_dir
+    if (full := write_error(error, folder or Path.cwd())) is not None:  # met where nothing else catches it
+        return _say(f"error: {full}", 2)
+    summary = f"fault: {type(error).__name__}: {error}"
+    details = "".join(traceback.format_exception(error))
+    # Writing can fail for the same reason as the run did.
+    if folder is not None and folder.is_dir() and (path := _note_down(folder, details)) is not None:
+        return _say(f"{summary} (the traceback is in {path})", 1)
+    print(details, file=sys.stderr, end="")
+    return _say(summary, 1)
+
+
+def _note_down(folder: Path, details: str) -> Path | None:
+    path = folder / FAULTS
+    try:
+        with path.open("a", encoding="utf-8") as log:
+            log.write(f"--- {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC\n{details}\n")
+    except OSError as error:
+        print(f"clew: {path} could not be written ({error})", file=sys.stderr)
+        return None
+    return path

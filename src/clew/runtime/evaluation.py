@@ -1,0 +1,113 @@
+"""Evaluation outside a run: a model folder, an adapter or a reference policy on the suites of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from clew.envs.navigators import REFERENCES
+from clew.envs.suites import maze_suite
+from clew.errors import UserError
+from clew.evaluation.evaluate import Result, reference
+from clew.evaluation.evaluator import Evaluator, environment_settings
+from clew.policy.adapter import Adapter, read_adapter
+from clew.policy.model import VisionLanguageModel, load_model
+from clew.policy.paths import resolve_device, resolve_dtype, resolve_model_path
+from clew.policy.vision import FeatureCache
+from clew.recipe import Recipe
+from clew.rollout.episodes import Player
+from clew.rollout.transformers_engine import TransformersEngine
+
+POLICIES = ("model", *REFERENCES)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated.
+
+    Attributes:
+        policy: ``model``, or the name of a reference policy.
+        adapter: a PEFT adapter folder on top of the recipe's model, or None.
+        step: the training step it comes from; sampling seeds hold it, so a run's own figure comes out again.
+    """
+
+    policy: str = "model"
+    adapter: Path | None = None
+    step: int = 0
+
+
+def evaluate_subject(recipe: Recipe, subject: Subject, on_result: Callable[[Result], None]) -> list[Result]:
+    """Plays the suites of the recipe: all of them sampled, the first one greedily too.
+
+    Raises:
+        UserError: an unknown policy or suite, a missing model, an adapter of another model.
+    """
+    if subject.policy in REFERENCES:
+        if subject.adapter is not None:
+            raise UserError(
+                f"--adapter can't be used with --policy {subject.policy}: that policy has no model"
+            )
+        return [_reference(recipe, name, subject.policy, on_result) for name in recipe.evaluation.suites]
+    if subject.policy != "model":
+        raise UserError(
+            f"--policy {subject.policy}: there is no such policy; there are {', '.join(POLICIES)}"
+        )
+    vlm = load_model(resolve_model_path(recipe.model.path), resolve_dtype(recipe), resolve_device(recipe))
+    adapter = None
+    if subject.adapter is not None:
+        adapter = read_adapter(subject.adapter)
+        refuse_foreign_adapter(adapter, subject.adapter, vlm)
+    evaluator = make_evaluator(recipe, vlm, adapter, on_result)
+    return [evaluator.regular(subject.step), *evaluator.thorough(subject.step)]
+
+
+def make_evaluator(
+    recipe: Recipe, vlm: VisionLanguageModel, adapter: Adapter | None, on_result: Callable[[Result], None]
+) -> Evaluator:
+    """An evaluator of a model with an adapter that writes no files."""
+    engine = TransformersEngine(vlm, FeatureCache(vlm.model.model.visual, vlm.patcher))
+    engine.load_adapter(adapter)
+    return Evaluator(recipe, engine, Player(vlm.template, vlm.patcher), None, on_result)
+
+
+def refuse_foreign_adapter(adapter: Adapter, path: Path, vlm: VisionLanguageModel) -> None:
+    """Checks that every layer the adapter changes is there and has its shape.
+
+    Raises:
+        UserError: names the layer and the model that the adapter was trained on.
+    """
+    modules = dict(vlm.model.model.language_model.named_modules())
+    for name, delta in adapter.deltas():
+        weight = getattr(modules.get(name), "weight", None)
+        if weight is None or weight.shape != delta.shape:
+            found = "no such layer" if weight is None else f"{list(weight.shape)} there"
+            own = adapter.config.get("base_model_name_or_path")
+            raise UserError(
+                f"--adapter {path} belongs to another model than {vlm.path} (layer {name} has shape "
+                f"{list(delta.shape)}, {found}): its own is {own}"
+            )
+
+
+def record(recipe: Recipe, subject: Subject, results: list[Result]) -> dict[str, Any]:
+    """What ``clew eval --json`` writes."""
+    return {
+        "policy": subject.policy,
+        "model": recipe.model.path if subject.policy == "model" else None,
+        "adapter": str(subject.adapter) if subject.adapter else None,
+        "step": subject.step if subject.policy == "model" else None,
+        "seed": recipe.training.seed,
+        "temperature": recipe.rollout.temperature,
+        "results": [result.record() for result in results],
+    }
+
+
+def _reference(recipe: Recipe, name: str, policy: str, on_result: Callable[[Result], None]) -> Result:
+    table = recipe.evaluation
+    size = table.confirm_size if name == "unseen" else table.size
+    result = reference(
+        maze_suite(name, environment_settings(recipe.environment), size), policy, recipe.training.seed
+    )
+    on_result(result)
+    return result

@@ -1,0 +1,252 @@
+"""``clew sft``: the warm start from nothing, as a model folder with a card that says how it came to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+
+from clew import __version__
+from clew.checkpoint import (
+    CheckpointStore,
+    RunLock,
+    append_jsonl,
+    clean_staging,
+    truncate_jsonl,
+    write_directory,
+    write_file_atomic,
+)
+from clew.envs.maze_env import ENV_ID, MazeEnv
+from clew.errors import UserError
+from clew.evaluation.evaluate import Result
+from clew.evaluation.evaluator import environment_settings
+from clew.policy.model import VisionLanguageModel, load_model
+from clew.policy.paths import base_fingerprint, resolve_device
+from clew.recipe import Recipe
+from clew.report.progress import duration
+from clew.runtime.evaluation import make_evaluator
+from clew.runtime.local import cores, prepare_process
+from clew.runtime.run_directory import RECIPE, refuse_changed_recipe
+from clew.training.run_state import read_jsonl
+from clew.training.sft import SftProgress, new_model, train_sft
+
+FACTS, PROGRESS = "sft.json", "metrics.jsonl"
+SAMPLING_SEEDS = (0, 1, 2, 3, 4)
+_SAY_EVERY = 25  # steps
+
+
+def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[str, Any]:
+    """Trains the tiny model by imitation and writes it to ``out``; returns the facts of its card.
+
+    What is needed to go on after an interruption lies in ``OUT.work`` until ``out`` is whole.
+
+    Args:
+        command: how to make the same again, for the card.
+
+    Raises:
+        UserError: bad input, or ``out`` holds something else.
+    """
+    if recipe.environment.id != ENV_ID:
+        raise UserError(
+            f'environment.id = "{recipe.environment.id}": there are demonstrations of {ENV_ID} only'
+        )
+    if out.exists():
+        return _show_finished(recipe, out, console)
+    prepare_process(recipe)
+    work = Path(f"{os.path.abspath(out)}.work")
+    with RunLock(work):
+        clean_staging(work)
+        refuse_changed_recipe(recipe, work)
+        write_file_atomic(work / RECIPE, recipe.to_toml())
+        if not (work / "init").is_dir():
+            write_directory(work / "init", lambda folder: new_model(folder, recipe.sft.seed), {})
+        vlm = load_model(work / "init", device=resolve_device(recipe))
+        _train(recipe, vlm, work, console)
+        facts = _measure(recipe, vlm, work, console, command)
+        write_directory(out, lambda folder: _write_model(vlm, work / "init", folder, facts), {})
+    shutil.rmtree(work)
+    _say(console, f"model folder: {out} (give it as model.path)")
+    return facts
+
+
+def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console) -> None:
+    # The navigator's own cap: only the agent has to arrive within environment.max_turns.
+    env = MazeEnv(**{**environment_settings(recipe.environment), "max_turns": recipe.sft.episode_turns})
+    held_out = make_evaluator(recipe, vlm, None, lambda result: None).held_out()
+    store = CheckpointStore(work / "checkpoints", keep=1)
+    latest = store.latest()
+    first = latest[0] if latest else 0
+    truncate_jsonl(work / PROGRESS, lambda line: line["step"] <= first)
+    steps = recipe.sft.steps
+    _say(
+        console,
+        f"imitation: {steps} steps of {recipe.sft.frames_per_step} frames, after step {first}, in {work}",
+    )
+    recent: list[SftProgress] = []
+
+    def report(progress: SftProgress) -> None:
+        line = {
+            "loss": progress.loss,
+            "answer_probability": progress.answer_probability,
+            "seconds": progress.seconds,
+        }
+        append_jsonl(work / PROGRESS, {"step": progress.step, **line})
+        recent.append(progress)
+        if progress.step % _SAY_EVERY == 0 or progress.step == steps:
+            seconds = fmean(p.seconds for p in recent)
+            _say(
+                console,
+                f"step {progress.step}/{steps}  loss {fmean(p.loss for p in recent):.4f} nats a token  "
+                f"p(answer) {fmean(p.answer_probability for p in recent):.3f}  {seconds:.2f} s a step  "
+                f"{duration(seconds * (steps - progress.step))} left",
+            )
+            recent.clear()
+
+    train_sft(vlm, env, recipe.sft, held_out, store, report)
+
+
+def _measure(
+    recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console, command: str
+) -> dict[str, Any]:
+    """Plays the held-out set, sampled with several seeds and greedily; returns all the facts of the card."""
+    began = time.monotonic()
+    suite = recipe.evaluation.suites[0]
+    sampled: list[Result] = []
+    for seed in SAMPLING_SEEDS:
+        # What `clew train` with this training.seed sees before training.
+        training = recipe.training.model_copy(update={"seed": seed})
+        evaluator = make_evaluator(
+            recipe.model_copy(update={"training": training}), vlm, None, lambda result: None
+        )
+        sampled.append(evaluator.regular(0))
+        _say(console, f"{suite}, sampling seed {seed}: {sampled[-1].solved}/{sampled[-1].total}")
+    only_main = recipe.model_copy(
+        update={"evaluation": recipe.evaluation.model_copy(update={"suites": (suite,)})}
+    )
+    greedy = make_evaluator(only_main, vlm, None, lambda result: None).thorough(0)[0]
+    _say(console, f"{suite}, greedy: {greedy.solved}/{greedy.total}")
+    lines = read_jsonl(work / PROGRESS)
+    return {
+        "command": command,
+        "recipe": recipe.name,
+        "seeds": {"weights and demonstrations": recipe.sft.seed, "sampling": list(SAMPLING_SEEDS)},
+        "sft": recipe.sft.model_dump(mode="json"),
+        "environment": recipe.environment.model_dump(mode="json"),
+        "parameters": sum(p.numel() for p in vlm.model.parameters()),
+        "last_steps": {
+            "loss": fmean(line["loss"] for line in lines[-_SAY_EVERY:]),
+            "answer_probability": fmean(line["answer_probability"] for line in lines[-_SAY_EVERY:]),
+        },
+        "evaluation": {
+            "suite": suite,
+            "temperature": recipe.rollout.temperature,
+            "sampled": [{"seed": s, **_counts(r)} for s, r in zip(SAMPLING_SEEDS, sampled, strict=True)],
+            "sampled_mean_solved": fmean(r.solved for r in sampled),
+            "greedy": _counts(greedy),
+        },
+        "time": {
+            "training_s": sum(line["seconds"] for line in lines),
+            "evaluation_s": time.monotonic() - began,
+            "threads": torch.get_num_threads(),
+            "cores": cores(),
+        },
+        "versions": {
+            "clew": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def _counts(result: Result) -> dict[str, Any]:
+    return {"solved": result.solved, "total": result.total, "ci95": list(result.ci95)}
+
+
+def _write_model(vlm: VisionLanguageModel, init: Path, folder: Path, facts: dict[str, Any]) -> None:
+    shutil.copytree(
+        init, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "*.safetensors")
+    )
+    vlm.model.save_pretrained(folder)
+    facts["weights_sha256"] = base_fingerprint(str(folder))
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(model_card(facts), encoding="utf-8")
+
+
+def model_card(facts: dict[str, Any]) -> str:
+    """The card of an imitated model, in the form that model hubs read."""
+    sft, evaluation, seconds = facts["sft"], facts["evaluation"], facts["time"]
+    total = evaluation["greedy"]["total"]
+    counts = ", ".join(f"{row['solved']}/{total}" for row in evaluation["sampled"])
+    answer = facts["last_steps"]["answer_probability"]
+    seeds = ", ".join(str(row["seed"]) for row in evaluation["sampled"])
+    rows = {
+        "made by": f"`{facts['command']}`",
+        "seed of weights and demonstrations": sft["seed"],
+        "weights SHA-256": f"`{facts['weights_sha256']}`",
+        "steps": f"{sft['steps']}, of which the last {sft['episode_steps']} on whole fallible episodes",
+        f"held-out mazes solved, sampled at temperature {evaluation['temperature']:g}": (
+            f"{counts} (seeds {seeds}; mean {evaluation['sampled_mean_solved']:.1f})"
+        ),
+        "held-out mazes solved, greedy": f"{evaluation['greedy']['solved']}/{total}",
+        "probability of a demonstrated answer": f"{answer:.3f} (last steps)",
+        "time": (
+            f"{duration(seconds['training_s'])} of training with {seconds['threads']} threads, "
+            f"{duration(seconds['evaluation_s'])} of evaluation"
+        ),
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+library_name: transformers
+tags: [qwen3_vl, imitation, vision-language, clew]
+license: apache-2.0
+---
+# A small Qwen3-VL that walks mazes, not too well
+
+The warm start of Clew's `{facts["recipe"]}` recipe: the Qwen3-VL architecture with
+{facts["parameters"] / 1e6:.2f} million parameters, trained from random weights by imitation of a navigator
+that errs in {sft["random_moves"]:.0%} of its turns. Reinforcement learning starts from here.
+
+| fact | value |
+|---|---|
+{table}
+
+It is an ordinary Hugging Face folder: `AutoProcessor` and `AutoModelForImageTextToText` load it. Every maze
+of the evaluation suites was kept out of its demonstrations, by content. All settings are in `{FACTS}`.
+"""
+
+
+def _show_finished(recipe: Recipe, out: Path, console: Console) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads((out / FACTS).read_text(encoding="utf-8"))
+        same = all(
+            facts[key] == getattr(recipe, key).model_dump(mode="json") for key in ("sft", "environment")
+        )
+        evaluation = facts["evaluation"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--out {out} exists and holds no model of clew sft: choose another folder"
+        ) from error
+    if not same:
+        raise UserError(
+            f"--out {out} holds a model made with other settings: choose another folder or remove it"
+        )
+    mean, greedy = evaluation["sampled_mean_solved"], evaluation["greedy"]
+    seeds = len(evaluation["sampled"])
+    _say(
+        console,
+        f"{out} is finished; solved of {greedy['total']}: {mean:.1f} sampled (mean of {seeds} seeds), "
+        f"{greedy['solved']} greedy",
+    )
+    return facts
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,170 @@
+"""What the tests share: the command line in this process or in another, a small model, a small run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # before torch: threads of several processes on few cores spin against each other
+)
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("clew", deadline=None)  # a loaded machine is no bug
+settings.load_profile("clew")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+RECIPE = """\
+name = "small"
+
+[model]
+path = "{model}"
+
+[model.lora]
+rank = 4
+
+[environment]
+size = [4, 4]
+min_path = 2
+max_path = 6
+max_turns = 8
+
+[rollout]
+max_new_tokens = 8
+max_tokens = 512
+
+[algorithm]
+group_size = 4
+
+[training]
+steps = 4
+prompts_per_step = 3
+learning_rate = 3e-3
+seed = 5
+
+[evaluation]
+suites = ["heldout"]
+size = 8
+interval = 2
+confirm_size = 8
+
+[checkpoint]
+interval = 1
+export_interval = 2
+
+[sft]
+steps = 60
+episode_steps = 20
+frames_per_step = 48
+frames_per_microbatch = 48
+curriculum_steps = 30
+
+[runtime]
+threads = 1
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Outcome]
+
+
+@pytest.fixture
+def clew(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """Runs a command in this process, in an empty working directory."""
+    from clew.cli.main import run
+
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str | Path) -> Outcome:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return Outcome(code, *capsys.readouterr())
+
+    return command
+
+
+def start_clew(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Starts a command in a process of its own (one thread, Ctrl-C not ignored)."""
+    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", "clew.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        # A shell that put the tests into the background made its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def finish_clew(process: subprocess.Popen[str], timeout: float = 300) -> Outcome:
+    """Waits for the end of a command."""
+    out, err = process.communicate(timeout=timeout)
+    return Outcome(process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder made by ``clew sft``: it answers in the right form and wins now and then."""
+    from clew.cli.main import run
+
+    folder = tmp_path_factory.mktemp("sft")
+    recipe = folder / "small.toml"
+    recipe.write_text(RECIPE.format(model=folder / "model"))
+    assert run(["sft", str(recipe), "--out", str(folder / "model")]) == 0
+    return folder / "model"
+
+
+@pytest.fixture(scope="session")
+def small_recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of four steps that takes seconds."""
+    path = tmp_path_factory.mktemp("recipe") / "small.toml"
+    path.write_text(RECIPE.format(model=tiny_model))
+    return path
+
+
+@pytest.fixture(scope="session")
+def finished_run(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run, made by a process of its own. Not to be changed: copy it."""
+    run_dir = tmp_path_factory.mktemp("run") / "whole"
+    outcome = finish_clew(start_clew("train", small_recipe, "--run", run_dir))
+    assert outcome.code == 0, outcome.err
+    return run_dir
+
+
+def contents(run_dir: Path) -> dict[str, str]:
+    """Everything in a run directory that must not depend on interruptions: relative path -> SHA-256."""
+    found = {}
+    for pattern in (
+        "metrics.jsonl",
+        "recipe.toml",
+        "adapters/**/*",
+        "checkpoints/**/*",
+        "eval/**/*",
+        "replays/**/*",
+    ):
+        for path in run_dir.glob(pattern):
+            if path.is_file():
+                found[str(path.relative_to(run_dir))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    timeless = {key: value for key, value in summary.items() if key not in ("wall_s", "cost")}
+    return {**found, "summary.json": json.dumps(timeless)}
