@@ -31,12 +31,8 @@ from clew.rollout.episodes import Limits, Player
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Arguments that every speed benchmark takes."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "--model", default=WARM_START, help="Hugging Face folder (default: the shipped warm start)"
-    )
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default=WARM_START, help="Hugging Face folder (default: the shipped warm start)")
     made.add_argument("--mazes", type=int, default=16, help="groups (a group is 8 trajectories of one maze)")
     made.add_argument("--repeats", type=int, default=5, help="timed repeats, after one that is not counted")
     made.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch")

@@ -39,9 +39,7 @@ def part(env: MazeEnv, first_seed: int, seconds: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=3.0, help="CPU seconds a setting")
     seconds = parser.parse_args().seconds / PARTS
     print(f"{'reset + render + step':24s} {'per second':>12s} {'per CPU second':>16s}")

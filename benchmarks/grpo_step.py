@@ -87,9 +87,7 @@ class ClewSteps:
             bench.limits.max_tokens,
         )  # fmt: skip
 
-    def step(
-        self, index: int, tasks: list[Any], settings: dict[str, Any], all_groups: bool
-    ) -> list[Trajectory]:
+    def step(self, index: int, tasks: list[Any], settings: dict[str, Any], all_groups: bool) -> list[Trajectory]:
         """Plays the tasks by whole groups and updates once."""
         self.engine.load_adapter(current_adapter(self.policy, index))
         attempts = [(task, k) for task in tasks for k in range(self.bench.recipe.algorithm.group_size)]
@@ -160,9 +158,7 @@ def make_trainer(
     recipe = bench.recipe
     group, n = recipe.algorithm.group_size, len(tasks) // steps * recipe.algorithm.group_size
     processor = common.hugging_face_processor(bench.path)
-    assert (
-        "message.role + '\\n'" in processor.chat_template
-    )  # the tiny model's template; tools answer as users do
+    assert "message.role + '\\n'" in processor.chat_template  # the tiny model's template; tools answer as users do
     processor.chat_template = processor.chat_template.replace(
         "message.role", "('user' if message.role == 'tool' else message.role)"
     ).replace(
@@ -252,9 +248,7 @@ def trl_work(bench: common.Bench, trainer: RecordingTrainer, work: common.Work) 
         sampled = len(completion)
         if tools is not None:
             shown = [i for text in tools._texts for i in template.continuation(text, count, ended=True)]
-            assert [i for i, m in zip(completion, masks[row], strict=True) if not m] == shown, (
-                "TRL shows other tokens"
-            )
+            assert [i for i, m in zip(completion, masks[row], strict=True) if not m] == shown, "TRL shows other tokens"
             sampled -= len(shown)
             work.turns += tools._turns
             work.solved += tools._success
@@ -309,10 +303,7 @@ def main() -> None:
                     trajectories = clew.step(index, chosen, settings, all_groups=name != "clew")
                 if index:
                     work[name].add(trajectories)
-            print(
-                f"step {index}: "
-                + ", ".join(f"{n} {s[-1]:.2f} s" for n, s in watch.seconds.items() if n in names)
-            )
+            print(f"step {index}: " + ", ".join(f"{n} {s[-1]:.2f} s" for n, s in watch.seconds.items() if n in names))
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(bench, same_lora, tasks, steps, single, options.trl_rows, folder)
@@ -320,15 +311,12 @@ def main() -> None:
         trainer.train()
 
     print(
-        f"\n{options.form}, {mazes} mazes x {bench.recipe.algorithm.group_size}, "
-        f"{options.repeats} steps each, medians:"
+        f"\n{options.form}, {mazes} mazes x {bench.recipe.algorithm.group_size}, {options.repeats} steps each, medians:"
     )
     for name in names:
         print(f"{name:17} {watch.median(name):8.3f} s a step   ({watch.spread(name)} s)")
         print(f"{'':17} {work[name]}")
-    print(
-        f"trl / clew, all groups  {watch.median('trl') / watch.median('clew, all groups'):6.2f}x  (target 5x)"
-    )
+    print(f"trl / clew, all groups  {watch.median('trl') / watch.median('clew, all groups'):6.2f}x  (target 5x)")
     print(f"trl / clew              {watch.median('trl') / watch.median('clew'):6.2f}x")
 
 

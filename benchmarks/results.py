@@ -54,7 +54,15 @@ def main() -> int:
     rows = {}
     for seed in arguments.seeds:
         run_dir = arguments.out / f"seed-{seed}"
-        command = ["clew.cli", "train", arguments.recipe, "--run", str(run_dir), f"training.seed={seed}", *overrides]
+        command = [
+            "clew.cli",
+            "train",
+            arguments.recipe,
+            "--run",
+            str(run_dir),
+            f"training.seed={seed}",
+            *overrides,
+        ]
         subprocess.run([sys.executable, "-m", *command], check=True)
         rows[seed] = row(run_dir)
     columns = list(next(iter(rows.values())))

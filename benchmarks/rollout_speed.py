@@ -53,9 +53,7 @@ class GenerateEngine:
         """What the Hugging Face processor gives for these conversations, padded on the left."""
         rows = [torch.tensor(t.token_ids) for t in trajectories]
         ids_BT = torch.nn.utils.rnn.pad_sequence(rows, True, self.pad_id, padding_side="left")
-        real_BT = torch.nn.utils.rnn.pad_sequence(
-            [torch.ones_like(row) for row in rows], True, 0, padding_side="left"
-        )
+        real_BT = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], True, 0, padding_side="left")
         pixels: list[Tensor] = []
         for t in trajectories:
             known = self._pixels.setdefault(id(t), [])
@@ -69,9 +67,7 @@ class GenerateEngine:
             "mm_token_type_ids": (ids_BT == self.template.image_token_id).long(),
         }
 
-    def sample(
-        self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]
-    ) -> list[Completion]:
+    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
         """Answers each trajectory once (the draws come from torch's generator, not from ``seeds``)."""
         inputs = self.inputs(trajectories)
         drawing = {"do_sample": True, "temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
@@ -104,9 +100,7 @@ class OracleEngine:
         self.tokenizer, self.env = bench.vlm.tokenizer, bench.make_env()
         self.end_of_turn = bench.vlm.template.end_of_turn_id
 
-    def sample(
-        self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]
-    ) -> list[Completion]:
+    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
         """Answers each trajectory once; its moves so far are played again to find where it stands."""
         return [self._answer(t) for t in trajectories]
 
@@ -127,9 +121,7 @@ def check_inputs(bench: common.Bench, loop: GenerateEngine, attempts: list[tuple
     Raises:
         AssertionError: they differ.
     """
-    played = play(
-        OracleEngine(bench), bench.player, bench.make_env, attempts, bench.sampling, bench.limits, (0,)
-    )
+    played = play(OracleEngine(bench), bench.player, bench.make_env, attempts, bench.sampling, bench.limits, (0,))
     processor = common.hugging_face_processor(bench.path)
     conversations, images = [], []
     for trajectory in played:
@@ -138,13 +130,9 @@ def check_inputs(bench: common.Bench, loop: GenerateEngine, attempts: list[tuple
             text = turn.text if index else bench.make_env().prompt
             messages.append({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]})
             messages.append({"role": "assistant", "content": turn.answer})
-        conversations.append(
-            processor.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False)
-        )
+        conversations.append(processor.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=False))
         images.append([Image.fromarray(turn.frame) for turn in trajectory.turns])
-    theirs = processor(
-        text=conversations, images=images, padding=True, padding_side="left", return_tensors="pt"
-    )
+    theirs = processor(text=conversations, images=images, padding=True, padding_side="left", return_tensors="pt")
     asked = copy.deepcopy(played)
     for trajectory in asked:  # as they stood before the last answer
         del trajectory.token_ids[trajectory.turns[-1].start :]
@@ -169,9 +157,7 @@ def main() -> None:
     clew = TransformersEngine(bench.vlm, FeatureCache(bench.vlm.model.model.visual, bench.vlm.patcher))
     loop = GenerateEngine(bench)
 
-    def rollout(
-        engine: Engine, todo: list[tuple[Task, int]], sampling: Sampling, index: int
-    ) -> list[Trajectory]:
+    def rollout(engine: Engine, todo: list[tuple[Task, int]], sampling: Sampling, index: int) -> list[Trajectory]:
         engine.release()
         torch.manual_seed(index)
         return play(engine, bench.player, bench.make_env, todo, sampling, bench.limits, ("speed", index))

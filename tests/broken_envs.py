@@ -64,9 +64,7 @@ class NoisyFrames(Changed):
     noise = np.random.default_rng(0)
 
     def change(self, observation: Observation) -> Observation:
-        return replace(
-            observation, image=observation.image ^ self.noise.integers(2, size=(32, 48, 3), dtype=np.uint8)
-        )
+        return replace(observation, image=observation.image ^ self.noise.integers(2, size=(32, 48, 3), dtype=np.uint8))
 
 
 @broken(r"reset\(\d+\) gave another frame .* always give one task")
@@ -215,9 +213,7 @@ class GarbageIsFree(Sound):
 @broken(r"answers that can't be parsed reached success")
 class GarbageWins(Sound):
     def step(self, action: str) -> Step:
-        return super().step(
-            self.oracle_action() if parse_action(action) is None and not self.over else action
-        )
+        return super().step(self.oracle_action() if parse_action(action) is None and not self.over else action)
 
 
 @broken(r"the turn cap is not honoured: after max_turns = 5 answers step returned neither")

@@ -8,13 +8,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # before torch: threads of several processes on few cores spin against each other
-)
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads of several processes on few cores spin against each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
@@ -88,7 +86,7 @@ Command = Callable[..., Outcome]
 
 
 @pytest.fixture
-def clew(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+def clew(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Command]:
     """Runs a command in this process, in an empty working directory."""
     from clew.cli.main import run
 
@@ -99,7 +97,9 @@ def clew(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
         code = run([str(argument) for argument in arguments])
         return Outcome(code, *capsys.readouterr())
 
-    return command
+    yield command
+    if "torch" in sys.modules:  # a command may have asked for all cores
+        sys.modules["torch"].set_num_threads(1)
 
 
 def start_clew(*arguments: str | Path) -> subprocess.Popen[str]:

@@ -207,9 +207,7 @@ def make_run(root: Path, episodes: int = 64, steps: int = 150) -> Path:
     made: dict[tuple[int | None, str, str], dict[str, Any]] = {}
     replays: dict[tuple[int, str], list[dict[str, Any]]] = {}
 
-    def evaluate(
-        step: int | None, suite: str, mode: str, skill: float, first: int, frames: bool = False
-    ) -> None:
+    def evaluate(step: int | None, suite: str, mode: str, skill: float, first: int, frames: bool = False) -> None:
         name = f"step-{step or 0:06d}"
         lines = [play(first + i, skill, rng, frames, name) for i in range(episodes)]
         made[step, suite, mode] = _evaluation(step, suite, mode, lines)

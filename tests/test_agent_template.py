@@ -26,9 +26,7 @@ def loaded(name: str) -> VisionLanguageModel:
     return _LOADED[name]
 
 
-def whole(
-    vlm: VisionLanguageModel, trajectory: Trajectory, opening_text: str, answers: list[str]
-) -> list[int]:
+def whole(vlm: VisionLanguageModel, trajectory: Trajectory, opening_text: str, answers: list[str]) -> list[int]:
     """Ids of the rendered conversation up to the last answer's end, placeholders expanded by the grids."""
     messages = []
     texts = [opening_text, *(turn.text for turn in trajectory.turns[1:])]
@@ -46,9 +44,9 @@ def whole(
 
 
 # Answers as a model may write them; a leading line break would merge with the one that the template ends on.
-words = st.text(
-    st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12
-).filter(lambda text: "<|" not in text and not text[0].isspace())
+words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=12).filter(
+    lambda text: "<|" not in text and not text[0].isspace()
+)
 answers_st = st.lists(
     st.one_of(words, st.sampled_from(["<action>up</action>", "<think>a</think>b"])), min_size=1, max_size=4
 )
@@ -57,9 +55,7 @@ answers_st = st.lists(
 @pytest.mark.parametrize("name", FOLDERS)
 @settings(max_examples=40, deadline=None)
 @given(answers=answers_st, data=st.data())
-def test_pieces_add_up_to_the_rendered_conversation(
-    name: str, answers: list[str], data: st.DataObject
-) -> None:
+def test_pieces_add_up_to_the_rendered_conversation(name: str, answers: list[str], data: st.DataObject) -> None:
     """Opening + sampled answers + continuations == tokenising all of it at once."""
     vlm = loaded(name)
     # The tiny tokenizer normalises to NFC; so must what we compare.
@@ -97,9 +93,7 @@ def test_a_cut_answer_gets_the_templates_end_of_turn(name: str) -> None:
     assert trajectory.token_ids == whole(vlm, trajectory, "Look at it.", ["up up", "down"])
     at = [i for i, token in enumerate(trajectory.token_ids) if token == template.end_of_turn_id]
     assert [trajectory.sampled[i] for i in at] == [False, False, False, True]  # user, cut, user, sampled
-    assert [trajectory.logprobs[i] for i, s in enumerate(trajectory.sampled) if s][: len(ids)] == [
-        -0.5
-    ] * len(ids)
+    assert [trajectory.logprobs[i] for i, s in enumerate(trajectory.sampled) if s][: len(ids)] == [-0.5] * len(ids)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -42,12 +42,8 @@ def episode_reference(rewards, groups, estimator):
 @given(GROUPED, ESTIMATOR)
 def test_group_advantages_equal_the_scalar_loop(grouped, estimator):
     rewards, groups = zip(*grouped, strict=True)
-    advantages, used = group_advantages(
-        f64(rewards), torch.tensor(groups), estimator=estimator, epsilon=EPSILON
-    )
-    torch.testing.assert_close(
-        advantages, f64(episode_reference(rewards, groups, estimator)), rtol=1e-9, atol=1e-12
-    )
+    advantages, used = group_advantages(f64(rewards), torch.tensor(groups), estimator=estimator, epsilon=EPSILON)
+    torch.testing.assert_close(advantages, f64(episode_reference(rewards, groups, estimator)), rtol=1e-9, atol=1e-12)
     for index, group in enumerate(groups):
         peers = [r for r, g in grouped if g == group]
         alone_with_reward = len(peers) == 1 and peers[0] != 0
@@ -64,17 +60,13 @@ def test_equal_rewards_give_exactly_zero(reward, size, estimator, dtype):
 
 
 def test_a_group_of_one_gets_its_reward():
-    advantages, used = group_advantages(
-        f64([0.7, 0.0, 0.0, 1.0]), torch.tensor([5, 6, 7, 7]), estimator="grpo"
-    )
+    advantages, used = group_advantages(f64([0.7, 0.0, 0.0, 1.0]), torch.tensor([5, 6, 7, 7]), estimator="grpo")
     assert advantages[:2].tolist() == [0.7, 0.0]
     assert used.tolist() == [True, False, True, True]
 
 
 def test_one_success_in_eight():
-    advantages, _ = group_advantages(
-        f64([1] + [0] * 7), torch.zeros(8, dtype=torch.int64), estimator="grpo", epsilon=0
-    )
+    advantages, _ = group_advantages(f64([1] + [0] * 7), torch.zeros(8, dtype=torch.int64), estimator="grpo", epsilon=0)
     assert advantages[0].item() == pytest.approx(7 / math.sqrt(8), rel=1e-12)
     assert advantages[1].item() == pytest.approx(-1 / math.sqrt(8), rel=1e-12)
 
@@ -140,9 +132,7 @@ def test_step_advantages_equal_the_scalar_loop(episodes, estimator, weight, disc
     episode = episode_reference(rewards, groups, estimator)
     expected, signal = [], {n for n, a in enumerate(episode) if a != 0}
     for (n, anchor), value in zip(turns, returns, strict=True):
-        peers = [
-            v for (m, a), v in zip(turns, returns, strict=True) if a == anchor and groups[m] == groups[n]
-        ]
+        peers = [v for (m, a), v in zip(turns, returns, strict=True) if a == anchor and groups[m] == groups[n]]
         expected.append(episode[n] + weight * relative(value, peers, estimator))
         if weight and len(set(peers)) > 1:
             signal.add(n)

@@ -135,9 +135,7 @@ def test_gradient_at_ratio_one_is_reinforce():
         loss_of(leaf.log_softmax(-1).gather(-1, chosen).squeeze(-1)).backward()
         return leaf.grad
 
-    ours = gradient(
-        lambda lp: policy_loss(lp, lp, advantages, mask, **CLIP, reduction="token_mean", norm=norm).loss
-    )
+    ours = gradient(lambda lp: policy_loss(lp, lp, advantages, mask, **CLIP, reduction="token_mean", norm=norm).loss)
     reinforce = gradient(lambda lp: -(lp * advantages * mask).sum() / norm)
     torch.testing.assert_close(ours, reinforce, rtol=1e-12, atol=1e-16)
 
@@ -198,18 +196,14 @@ def test_an_empty_mask_gives_zero_loss_and_zero_gradient(reduction):
     """The zero-weight dummies that fill up a rank's micro-batches."""
     new, old, _, advantages, mask = batch(2)
     leaf, nothing = new.clone().requires_grad_(), torch.zeros_like(mask)
-    result = policy_loss(
-        leaf, old, advantages, nothing, **CLIP, reduction=reduction, norm=norm_of(reduction, nothing)
-    )
+    result = policy_loss(leaf, old, advantages, nothing, **CLIP, reduction=reduction, norm=norm_of(reduction, nothing))
     result.loss.backward()
     assert [value.item() for value in result] == [0, 0, 0, 0, 0]
     assert (leaf.grad == 0).all()
 
 
 def test_only_the_new_logprobs_receive_gradients():
-    new, old, engine, advantages, mask = (
-        x.requires_grad_() if x.is_floating_point() else x for x in batch(4)
-    )
+    new, old, engine, advantages, mask = (x.requires_grad_() if x.is_floating_point() else x for x in batch(4))
     result = policy_loss(
         new, old, advantages, mask, **CLIP, reduction="token_mean", norm=1, rollout_weights_BT=engine.exp()
     )

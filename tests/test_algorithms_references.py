@@ -107,9 +107,7 @@ def batch(seed, sequences=6, tokens=10, spread=0.4):
 
 def clew_loss(new, old, advantages, mask, reduction, weights=None):
     norm = loss_norm(reduction, tokens=int(mask.sum()), sequences=len(mask), max_tokens=MAX_TOKENS)
-    return policy_loss(
-        new, old, advantages, mask, **CLIP, reduction=reduction, norm=norm, rollout_weights_BT=weights
-    )
+    return policy_loss(new, old, advantages, mask, **CLIP, reduction=reduction, norm=norm, rollout_weights_BT=weights)
 
 
 def value_and_gradient(new, loss_of):

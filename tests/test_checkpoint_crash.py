@@ -83,9 +83,7 @@ def test_killed_at_random_moments(tmp_path):
     rng = random.Random(20)
     newest, leftovers, kills, one_save = 0, 0, 15, 0.05
     for _ in range(kills):
-        child = subprocess.Popen(
-            [sys.executable, str(script), str(run)], env=ENV, stdout=subprocess.PIPE, text=True
-        )
+        child = subprocess.Popen([sys.executable, str(script), str(run)], env=ENV, stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         assert child.stdout.readline() == f"from {newest}\n"
         began, saves = time.monotonic(), rng.randrange(3)

@@ -25,18 +25,12 @@ from clew.errors import UserError
 
 CONTENT = {"adapter.safetensors": b"\x00\x01" * 5000, "state/optimizer.pt": b"moments", "empty": b""}
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-names = st.text("abcXYZ 0._-é", min_size=1, max_size=8).filter(
-    lambda n: n.strip(".") and n != durable.MANIFEST
-)
+names = st.text("abcXYZ 0._-é", min_size=1, max_size=8).filter(lambda n: n.strip(".") and n != durable.MANIFEST)
 contents = st.dictionaries(names, st.binary(max_size=300), min_size=1, max_size=5)
-scalars = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
-)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 facts_json = st.dictionaries(
     st.text(max_size=5),
-    st.recursive(
-        scalars, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3)
-    ),
+    st.recursive(scalars, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3)),
     max_size=4,
 )
 
@@ -132,9 +126,7 @@ def test_each_kind_of_damage_has_its_words(tmp_path):
     ]
     assert broken(5, lambda d: (d / "manifest.json").unlink()) == ["manifest.json is missing"]
     assert broken(6, lambda d: ((d / "empty").unlink(), (d / "empty").mkdir())) == ["empty is not a file"]
-    assert broken(7, lambda d: [(d / n).unlink() for n in CONTENT]) == [
-        f"{n} is missing" for n in sorted(CONTENT)
-    ]
+    assert broken(7, lambda d: [(d / n).unlink() for n in CONTENT]) == [f"{n} is missing" for n in sorted(CONTENT)]
     text = '{"format": 1, "files": {}, "facts": {"step": 2}, "sha256": "0"}'
     assert broken(8, lambda d: (d / "manifest.json").write_text(text)) == [
         "manifest.json does not match its own sha256"

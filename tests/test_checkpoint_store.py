@@ -185,9 +185,7 @@ def test_an_old_one_that_cannot_be_deleted_does_not_stop_training(tmp_path, monk
 def test_retention_does_not_hash_everything_again(tmp_path, monkeypatch):
     hashed = []
     real = durable._sha256
-    monkeypatch.setattr(
-        durable, "_sha256", lambda path: (hashed.append(path.parent.name[:11]), real(path))[1]
-    )
+    monkeypatch.setattr(durable, "_sha256", lambda path: (hashed.append(path.parent.name[:11]), real(path))[1])
     made = CheckpointStore(tmp_path, 3)
     for step in range(1, 9):
         made.save(step, write(step), {})
@@ -223,9 +221,7 @@ def test_retention_against_a_model(tmp_path, keep, actions, protect):
             broken.add(step)
         elif whole:
             victim = max(whole)
-            flip(root, victim) if action == "flip" else os.truncate(
-                root / f"step-{victim:06d}" / "state.pt", 1
-            )
+            flip(root, victim) if action == "flip" else os.truncate(root / f"step-{victim:06d}" / "state.pt", 1)
             whole.remove(victim)
             broken.add(victim)
         assert made.steps() == sorted(whole | broken)

@@ -139,9 +139,7 @@ def test_run_directory_that_is_a_file(clew: Command, recipe: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--fresh"]])
-def test_run_directory_that_holds_other_things(
-    clew: Command, recipe: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_run_directory_that_holds_other_things(clew: Command, recipe: Path, flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")
     refused(clew("train", recipe, "--run", tmp_path / "photos", *flags), "cat.jpg", "new folder")
@@ -185,9 +183,7 @@ def test_finished_run_without_its_report_gets_one(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_changed_recipe_is_refused_with_its_keys(
-    clew: Command, small_recipe: Path, finished_run: Path
-) -> None:
+def test_changed_recipe_is_refused_with_its_keys(clew: Command, small_recipe: Path, finished_run: Path) -> None:
     before = contents(finished_run)
     outcome = clew("train", small_recipe, "--run", finished_run, "training.seed=6", "model.lora.rank=8")
     refused(outcome, "training.seed: 5 -> 6", "model.lora.rank: 4 -> 8", "--fresh")
@@ -196,15 +192,11 @@ def test_changed_recipe_is_refused_with_its_keys(
 
 
 def test_free_keys_may_change(clew: Command, small_recipe: Path, finished_run: Path) -> None:
-    outcome = clew(
-        "train", small_recipe, "--run", finished_run, "checkpoint.keep=9", "tracking.tensorboard=false"
-    )
+    outcome = clew("train", small_recipe, "--run", finished_run, "checkpoint.keep=9", "tracking.tensorboard=false")
     assert outcome.code == 0
 
 
-def test_recipe_may_change_while_nothing_has_been_computed(
-    clew: Command, recipe: Path, tmp_path: Path
-) -> None:
+def test_recipe_may_change_while_nothing_has_been_computed(clew: Command, recipe: Path, tmp_path: Path) -> None:
     """A run that failed at its model must not hold its directory for ever."""
     run = tmp_path / "run"
     refused(clew("train", recipe, "--run", run), "model.path")
@@ -218,9 +210,7 @@ def test_two_processes_cannot_write_one_run(
     shutil.copytree(finished_run, tmp_path / "run")
     with RunLock(tmp_path / "run"):
         for change in (["training.steps=5"], ["--fresh"]):
-            refused(
-                clew("train", small_recipe, "--run", tmp_path / "run", *change), "being written by process"
-            )
+            refused(clew("train", small_recipe, "--run", tmp_path / "run", *change), "being written by process")
     assert contents(tmp_path / "run") == contents(finished_run)
 
 
@@ -247,9 +237,7 @@ def test_larger_steps_go_on_and_fresh_keeps_the_old_run(
 def test_fresh_with_bad_input_leaves_the_old_run_in_place(
     clew: Command, small_recipe: Path, finished_run: Path
 ) -> None:
-    refused(
-        clew("train", small_recipe, "--run", finished_run, "--fresh", "model.path=./nowhere"), "./nowhere"
-    )
+    refused(clew("train", small_recipe, "--run", finished_run, "--fresh", "model.path=./nowhere"), "./nowhere")
     assert (finished_run / "summary.json").is_file()
 
 
@@ -330,9 +318,7 @@ def test_eval_of_a_run_gives_its_own_figure_again(clew: Command, finished_run: P
 
 def test_eval_of_a_model_folder_and_a_suite(clew: Command, tiny_model: Path, tmp_path: Path) -> None:
     small = ["evaluation.size=4", "environment.size=4", "environment.min_path=2", "environment.max_path=6"]
-    outcome = clew(
-        "eval", "--model", tiny_model, "--suite", "braided", "--json", tmp_path / "out.json", *small
-    )
+    outcome = clew("eval", "--model", tiny_model, "--suite", "braided", "--json", tmp_path / "out.json", *small)
     assert outcome.code == 0, outcome.err
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [(r["suite"], r["mode"], r["total"]) for r in results] == [

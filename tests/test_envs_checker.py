@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
 from broken_envs import BROKEN, SLOW_S, Sound, Start, Step
+
 from clew.envs import ImageEnv, MazeEnv, Observation, check_image_env, probe
 
 

@@ -16,9 +16,7 @@ import clew.envs
 from clew.envs.maze_env import ACTIONS, MazeEnv
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"size": (3, 5), "max_path": 9, "goal": "stop", "palette": "night"}]
-)
+@pytest.mark.parametrize("settings", [{}, {"size": (3, 5), "max_path": 9, "goal": "stop", "palette": "night"}])
 def test_check_env_has_nothing_to_say(settings: dict) -> None:
     env = gymnasium.make("clew/Maze-v0", render_mode="rgb_array", **settings)
     with warnings.catch_warnings():
@@ -27,9 +25,7 @@ def test_check_env_has_nothing_to_say(settings: dict) -> None:
 
 
 def test_it_is_the_same_maze_as_the_text_environment() -> None:
-    env = gymnasium.make(
-        "clew/Maze-v0", render_mode="rgb_array", size=(3, 4), min_path=2, max_path=6, max_turns=8
-    )
+    env = gymnasium.make("clew/Maze-v0", render_mode="rgb_array", size=(3, 4), min_path=2, max_path=6, max_turns=8)
     text_env = MazeEnv(size=(3, 4), min_path=2, max_path=6, max_turns=8)
     for seed in range(5):
         image, info = env.reset(seed=seed)

@@ -224,9 +224,7 @@ def read_frame(frame: np.ndarray, palette: str) -> tuple[list[int], int, list[in
 
 @given(sides_2_to_7, st.integers(0, 2**40), st.sampled_from(sorted(PALETTES)), st.data())
 @settings(max_examples=40, deadline=None)
-def test_the_frame_shows_the_whole_problem(
-    size: tuple[int, int], seed: int, palette: str, data: st.DataObject
-) -> None:
+def test_the_frame_shows_the_whole_problem(size: tuple[int, int], seed: int, palette: str, data: st.DataObject) -> None:
     rows, cols = size
     maze = make_maze(seed, rows, cols, 1, rows * cols - 1, braid=0.3)
     agent = data.draw(st.integers(0, rows * cols - 1))

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_envs_maze import graph_of
 
 from clew.envs.base import ImageEnv
 from clew.envs.maze import DIRECTIONS, PALETTES, Maze
 from clew.envs.maze_env import ACTIONS, FEEDBACK, MazeEnv, answer_text, parse_action
 from clew.envs.registry import make_env
 from clew.errors import UserError
-from test_envs_maze import graph_of
 
 # 0 - 1 - 2    the start is 0, the goal 2; room 4 hangs below 1, 3 and 5 are dead ends beside 4
 #     |
@@ -109,9 +109,7 @@ def test_under_stop_only_stopping_on_the_goal_succeeds() -> None:
 def test_the_cap_truncates_and_garbage_counts(goal: str) -> None:
     env = env_on_tee(goal=goal)
     for turn in range(1, 7):
-        _observation, reward, terminated, truncated, info = env.step(
-            "🧶" if turn % 2 else answer_text("left")
-        )
+        _observation, reward, terminated, truncated, info = env.step("🧶" if turn % 2 else answer_text("left"))
         assert info == {"success": False, "feedback": "unparsable" if turn % 2 else "blocked"}
         assert (reward, terminated, truncated) == (0.0, False, turn == 6)
     with pytest.raises(RuntimeError, match="over"):
@@ -231,7 +229,5 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any], message: str) 
 def test_the_registry_knows_the_maze_and_says_so() -> None:
     env = make_env("clew/Maze-v0", size=(4, 4), min_path=3, max_path=8)
     assert isinstance(env, MazeEnv) and isinstance(env, ImageEnv)
-    with pytest.raises(
-        UserError, match=r"environment\.id: 'clew/Maze-v1' is unknown; there are clew/Maze-v0"
-    ):
+    with pytest.raises(UserError, match=r"environment\.id: 'clew/Maze-v1' is unknown; there are clew/Maze-v0"):
         make_env("clew/Maze-v1")

@@ -156,9 +156,7 @@ def test_a_list_that_overlaps_is_refused() -> None:
     refuse_overlap("tasks.jsonl", own, held_out)
     # Another seed with the same content is the same maze.
     twin = Task(stolen.env_id, 77, stolen.content_hash)
-    with pytest.raises(
-        UserError, match=r"tasks\.jsonl: 1 of its tasks are held out .* seed 77\); remove them"
-    ):
+    with pytest.raises(UserError, match=r"tasks\.jsonl: 1 of its tasks are held out .* seed 77\); remove them"):
         refuse_overlap("tasks.jsonl", [*own, twin], held_out)
 
 

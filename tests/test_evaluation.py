@@ -95,9 +95,7 @@ def walker(goes_wrong: int = 0):
     return say
 
 
-def run(
-    say, suite: Suite = SUITE, make=lambda: MazeEnv(**SETTINGS), limits: Limits | None = None, **options
-) -> Result:
+def run(say, suite: Suite = SUITE, make=lambda: MazeEnv(**SETTINGS), limits: Limits | None = None, **options) -> Result:
     engine = tiny.ScriptedEngine(VLM, say)
     return evaluate(
         engine,
@@ -193,17 +191,13 @@ def test_references() -> None:
         assert result.total == 12 * WALKS and 0 < result.solved < result.total / 2
         assert result.episodes == reference(SUITE, policy, 0).episodes != reference(SUITE, policy, 1).episodes
         assert [e["seed"] for e in result.episodes[::WALKS]] == [t.seed for t in SUITE.tasks]
-        assert result.episodes[0]["actions"] != result.episodes[1]["actions"], (
-            "each walk is a walk of its own"
-        )
+        assert result.episodes[0]["actions"] != result.episodes[1]["actions"], "each walk is a walk of its own"
         for episode in result.episodes:
             assert episode["turns"] <= 8 and (episode["stop_reason"] == "success") == episode["success"]
     env = MazeEnv(**SETTINGS)
     for episode in reference(SUITE, "no-turn-back", 0).episodes:
         env.reset(episode["seed"])
-        assert all(
-            env.step(answer_text(a))[4]["feedback"] in ("moved", "reached") for a in episode["actions"]
-        )
+        assert all(env.step(answer_text(a))[4]["feedback"] in ("moved", "reached") for a in episode["actions"])
 
 
 def test_files(tmp_path: Path) -> None:

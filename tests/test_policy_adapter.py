@@ -91,9 +91,7 @@ def test_targets_by_name() -> None:
 def test_vision_is_adapted_only_if_asked_and_refused_where_it_cannot_be_applied() -> None:
     vlm = tiny.tiny()
     adapter = current_adapter(attach_lora(vlm, 2, 4, 0.0, vision=True), 0)
-    assert any(".visual." in k for k in adapter.tensors) and any(
-        ".language_model." in k for k in adapter.tensors
-    )
+    assert any(".visual." in k for k in adapter.tensors) and any(".language_model." in k for k in adapter.tensors)
     with pytest.raises(UserError, match="outside the language model"):
         TransformersEngine(tiny.shared_tiny(), tiny.feature_cache(tiny.shared_tiny())).load_adapter(adapter)
 
@@ -164,9 +162,7 @@ def test_rank_stabilised_scale_is_pefts(tmp_path: Path) -> None:
     adapter = current_adapter(policy, 1)
     write_adapter(dataclasses.replace(adapter, config={**adapter.config, "use_rslora": True}), tmp_path)
     stock = AutoModelForImageTextToText.from_pretrained(tiny.tiny_folder())
-    base = {
-        n: m.weight.clone() for n, m in stock.model.language_model.named_modules() if hasattr(m, "weight")
-    }
+    base = {n: m.weight.clone() for n, m in stock.model.language_model.named_modules() if hasattr(m, "weight")}
     merged = PeftModel.from_pretrained(stock, tmp_path).merge_and_unload().model.language_model
     for name, delta in read_adapter(tmp_path).deltas():
         torch.testing.assert_close(base[name] + delta, merged.get_submodule(name).weight, rtol=0, atol=1e-5)
@@ -223,9 +219,7 @@ def test_engine_merges_and_unmerges_exactly() -> None:
     """Whatever was loaded, the base comes back bit for bit; a second adapter does not add to the first."""
     vlm = tiny.tiny()
     one = current_adapter(trained(vlm, steps=1), 1)
-    engine = TransformersEngine(
-        vlm, tiny.feature_cache(vlm)
-    )  # made while LoRA layers are attached and trained
+    engine = TransformersEngine(vlm, tiny.feature_cache(vlm))  # made while LoRA layers are attached and trained
     base = tiny.weights_digest(TransformersEngine(tiny.tiny(), tiny.feature_cache(vlm))._language_model)
     assert tiny.weights_digest(engine._language_model) == base
     assert not any("lora" in name for name, _ in engine._language_model.named_modules())

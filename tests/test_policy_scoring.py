@@ -92,9 +92,7 @@ def test_pad_may_be_eos() -> None:
     for ours, theirs, trajectory in zip(found, expected, trajectories, strict=True):
         assert torch.equal(ours, theirs)
         ends = [
-            i
-            for i, s in enumerate(trajectory.sampled)
-            if s and trajectory.token_ids[i] == vlm.tokenizer.eos_token_id
+            i for i, s in enumerate(trajectory.sampled) if s and trajectory.token_ids[i] == vlm.tokenizer.eos_token_id
         ]
         assert len(ends) == len(trajectory.turns)
 
@@ -127,9 +125,7 @@ def test_forbidden_ids_are_vision_and_padding(folder: Path) -> None:
 def test_placeholders_must_match_the_features() -> None:
     vlm = tiny.shared_tiny()
     trajectory = tiny.conversation(vlm, ["up", "down"])
-    batch = collate(
-        [(trajectory.token_ids, trajectory.sampled, trajectory.grids)], vlm.template.image_token_id, 2
-    )
+    batch = collate([(trajectory.token_ids, trajectory.sampled, trajectory.grids)], vlm.template.image_token_id, 2)
     with pytest.raises(ValueError, match="placeholders"):
         score(vlm, batch, tiny.feature_cache(vlm).gather([trajectory.turns[0].frame]), 1.0)
     trajectory.check_images(vlm.template.image_token_id, 2)
@@ -151,9 +147,7 @@ pieces = st.lists(
 )
 
 
-def layout(
-    parts: list[tuple[int, int, int]], tail: int, merge: int
-) -> tuple[list[int], list[tuple[int, int, int]]]:
+def layout(parts: list[tuple[int, int, int]], tail: int, merge: int) -> tuple[list[int], list[tuple[int, int, int]]]:
     ids: list[int] = []
     for text, rows, cols in parts:
         ids += [TEXT] * text + [IMAGE] * (rows * cols)
@@ -162,9 +156,7 @@ def layout(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(pieces, st.integers(1, 9)), min_size=1, max_size=3), st.sampled_from([1, 2]))
-def test_rope_positions_equal_transformers(
-    rows: list[tuple[list[tuple[int, int, int]], int]], merge: int
-) -> None:
+def test_rope_positions_equal_transformers(rows: list[tuple[list[tuple[int, int, int]], int]], merge: int) -> None:
     """Batches of different conversations: theirs in one padded call, ours row by row."""
     model = tiny.shared_tiny().model.model
     conversations = [layout(parts, tail, merge) for parts, tail in rows]
@@ -187,9 +179,7 @@ def test_rope_positions_equal_transformers(
     finally:
         config.spatial_merge_size = before
     for row, (ids, row_grids) in enumerate(conversations):
-        assert np.array_equal(
-            rope_positions(ids, row_grids, IMAGE, merge), theirs[:, row, : len(ids)].numpy()
-        )
+        assert np.array_equal(rope_positions(ids, row_grids, IMAGE, merge), theirs[:, row, : len(ids)].numpy())
 
 
 @pytest.mark.parametrize(

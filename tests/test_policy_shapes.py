@@ -107,9 +107,7 @@ def test_a_shrunken_8b_plays_and_learns() -> None:
     assert max(len(t.turns) for t in trajectories) > 1
     samples, used = prepare(trajectories, AlgorithmTable(group_size=3))
     if not any(used):  # what matters is the update, whoever won
-        samples = [
-            Sample(s.trajectory, [(-1.0) ** i] * len(s.trajectory.turns)) for i, s in enumerate(samples)
-        ]
+        samples = [Sample(s.trajectory, [(-1.0) ** i] * len(s.trajectory.turns)) for i, s in enumerate(samples)]
         used = [True] * len(samples)
     metrics = updater.update(samples, used, 1)
     assert metrics["train/updates"] == 1

@@ -66,9 +66,7 @@ ODD_SIZES = [(50, 70), (20, 20), (33, 95), (400, 640), (64, 65)]
 @pytest.mark.parametrize("temporal", [1, 2])
 @pytest.mark.parametrize("merge", [1, 2])
 @pytest.mark.parametrize("size", SIZES + ODD_SIZES)
-def test_patches_equal_the_processors(
-    tmp_path: Path, size: tuple[int, int], merge: int, temporal: int
-) -> None:
+def test_patches_equal_the_processors(tmp_path: Path, size: tuple[int, int], merge: int, temporal: int) -> None:
     theirs = processor(tmp_path, merge_size=merge, temporal_patch_size=temporal)
     frame = tiny.noise(3, *size)
     patches = FramePatcher(theirs)(frame)
@@ -88,9 +86,7 @@ def test_patches_equal_the_processors(
         {"rescale_factor": 1 / 127.5},
         {"do_normalize": False},
         {"patch_size": 8},
-        {
-            "size": {"shortest_edge": 256 * 256, "longest_edge": 1024 * 1024}
-        },  # Qwen's own lower limit enlarges
+        {"size": {"shortest_edge": 256 * 256, "longest_edge": 1024 * 1024}},  # Qwen's own lower limit enlarges
     ],
 )
 def test_patches_follow_the_folders_settings(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -129,9 +125,7 @@ def test_batched_attention_has_the_stock_gradients() -> None:
     patches = [vlm.patcher(tiny.noise(i)) for i in range(3)]
     for visual in (vlm.model.model.visual, stock.model.visual):
         encode(visual, patches).embeds_NH.square().mean().backward()
-    for ours, theirs in zip(
-        vlm.model.model.visual.parameters(), stock.model.visual.parameters(), strict=True
-    ):
+    for ours, theirs in zip(vlm.model.model.visual.parameters(), stock.model.visual.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
@@ -146,9 +140,7 @@ def test_cache_gives_each_frames_own_features(shown: list[tuple[int, tuple[int, 
     for part in (frames[:2], frames):  # the second call finds some known and some not
         found = cache.gather(part)
         alone = [encode(vlm.model.model.visual, [vlm.patcher(f)]) for f in part]
-        torch.testing.assert_close(
-            found.embeds_NH, torch.cat([f.embeds_NH for f in alone]), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(found.embeds_NH, torch.cat([f.embeds_NH for f in alone]), rtol=1e-4, atol=1e-5)
         deep = torch.cat([f.deepstack_KNH for f in alone], dim=1)
         torch.testing.assert_close(found.deepstack_KNH, deep, rtol=1e-4, atol=1e-5)
     assert len(cache) == len(set(shown))

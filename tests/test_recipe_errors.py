@@ -43,9 +43,7 @@ def test_minimal_recipe_is_enough() -> None:
 
 def test_unknown_key_in_the_file() -> None:
     message = error_of(MINIMAL + "warmup_step = 3\n")
-    assert (
-        message == "unknown key training.warmup_step: the nearest known is training.warmup_steps (in my.toml)"
-    )
+    assert message == "unknown key training.warmup_step: the nearest known is training.warmup_steps (in my.toml)"
 
 
 def test_unknown_table_in_the_file() -> None:
@@ -78,9 +76,7 @@ def test_missing_table_names_its_key() -> None:
 
 def test_value_in_place_of_a_table() -> None:
     assert error_of("model = 3") == "model must be a table, [model], got 3 (in my.toml)"
-    assert error_of('model.path = "x"\nmodel.lora = [1]').startswith(
-        "model.lora must be a table, [model.lora]"
-    )
+    assert error_of('model.path = "x"\nmodel.lora = [1]').startswith("model.lora must be a table, [model.lora]")
     assert error_of(MINIMAL.replace("[training]", "[[training]]")).startswith("training must be a table")
 
 

@@ -52,8 +52,7 @@ def test_plain_output_has_one_line_a_step_and_no_control_codes() -> None:
     assert "\x1b" not in text
     lines = [line for line in text.splitlines() if line.startswith("step 10/100 ")]
     assert lines == [
-        "step 10/100 solved 25% (16/64)  reward 0.250  entropy 1.250  6,500 tokens/s  "
-        "12.0 s a step  18 min 00 s left"
+        "step 10/100 solved 25% (16/64)  reward 0.250  entropy 1.250  6,500 tokens/s  12.0 s a step  18 min 00 s left"
     ]
 
 

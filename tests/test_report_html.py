@@ -80,9 +80,7 @@ def rewrite(path: Path, change) -> None:  # type: ignore[no-untyped-def]
 def test_every_part_is_there(whole: Path, page: Page) -> None:
     summary = json.loads((whole / "summary.json").read_text())
     best, confirmed = summary["best"], summary["best_confirmed"]
-    assert (
-        f"best of 16 evaluations, at step {best['step']}, solved {best['solved']} of 64" in page.text.lower()
-    )
+    assert f"best of 16 evaluations, at step {best['step']}, solved {best['solved']} of 64" in page.text.lower()
     assert f"the same adapter solved {confirmed['solved']} of 64" in page.text
     assert f"it solved {confirmed['unseen_solved']} of 64" in page.text
     assert "Best-of-many flatters" in page.text and "Wilson 95 % interval" in page.text

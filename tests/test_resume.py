@@ -33,9 +33,7 @@ def go_on(small_recipe: Path, run_dir: Path) -> Outcome:
     return finish_clew(start_clew("train", small_recipe, "--run", run_dir))
 
 
-def test_ctrl_c_saves_the_step_and_says_how_to_go_on(
-    small_recipe: Path, finished_run: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_saves_the_step_and_says_how_to_go_on(small_recipe: Path, finished_run: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # Without regular checkpoints nothing but the interruption saves a step.
     process = start_clew("train", small_recipe, "--run", run_dir, "checkpoint.interval=100")

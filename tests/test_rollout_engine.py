@@ -59,9 +59,7 @@ class NaiveEngine:
         self.vlm, self.model = vlm, model
 
     @torch.no_grad()
-    def sample(
-        self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]
-    ) -> list[Completion]:
+    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
         return [self._answer(t, sampling, seed) for t, seed in zip(trajectories, seeds, strict=True)]
 
     def _answer(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> Completion:
@@ -94,9 +92,7 @@ def test_equals_a_naive_engine(folder: Path) -> None:
     ours = rollout(make_engine(vlm), vlm, attempts)
     naive = rollout(NaiveEngine(vlm, stock), vlm, attempts)
     assert len({len(t.turns) for t in ours}) > 1, "the episodes should end at different turns"
-    assert len({turn.end - turn.start for t in ours for turn in t.turns}) > 2, (
-        "the answers should differ in length"
-    )
+    assert len({turn.end - turn.start for t in ours for turn in t.turns}) > 2, "the answers should differ in length"
     assert {s for t in ours for s in (t.stop_reason,)} >= {"turn_cap"} or len(ours) < 6
     for a, b in zip(ours, naive, strict=True):
         assert a.token_ids == b.token_ids
@@ -114,13 +110,9 @@ def test_logprobs_equal_scoring_the_finished_trajectories(folder: Path) -> None:
         batch = collate(triples, vlm.template.image_token_id, vlm.merge_size)
         frames = [turn.frame for t in trajectories for turn in t.turns]
         scores = score(vlm, batch, tiny.feature_cache(vlm).gather(frames), temperature)
-        engine = torch.tensor(
-            [lp for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if s]
-        )
+        engine = torch.tensor([lp for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if s])
         torch.testing.assert_close(scores.logprobs_N, engine, rtol=0, atol=3e-5)
-        assert all(
-            lp == 0.0 for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if not s
-        )
+        assert all(lp == 0.0 for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if not s)
 
 
 def test_greedy_equals_generate(folder: Path) -> None:
@@ -172,9 +164,7 @@ def test_same_seeds_same_bits() -> None:
 class Forgetful(TransformersEngine):
     """Loses all its state before each turn."""
 
-    def sample(
-        self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]
-    ) -> list[Completion]:
+    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
         self.release()
         return super().sample(trajectories, sampling, seeds)
 
@@ -309,9 +299,7 @@ def test_a_merged_adapter_samples_what_the_trainer_scores() -> None:
     assert {t.policy_version for t in base} == {"base"}
     batch = collate([(t.token_ids, t.sampled, t.grids) for t in trajectories], vlm.template.image_token_id, 2)
     scores = score(vlm, batch, cache.gather([turn.frame for t in trajectories for turn in t.turns]), 0.9)
-    engine_N = torch.tensor(
-        [lp for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if s]
-    )
+    engine_N = torch.tensor([lp for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if s])
     assert (scores.logprobs_N - engine_N).abs().max() < 1e-4
 
 
@@ -339,9 +327,7 @@ def test_bfloat16_plays_and_agrees_with_its_scorer() -> None:
     with torch.no_grad():
         features = tiny.feature_cache(vlm).gather([turn.frame for t in trajectories for turn in t.turns])
         scores = score(vlm, batch, features, 0.9)
-    engine = torch.tensor(
-        [lp for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if s]
-    )
+    engine = torch.tensor([lp for t in trajectories for lp, s in zip(t.logprobs, t.sampled, strict=True) if s])
     assert scores.logprobs_N.dtype == torch.float32
     assert (scores.logprobs_N - engine).abs().mean() < 0.2
 

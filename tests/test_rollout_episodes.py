@@ -49,9 +49,7 @@ def test_success() -> None:
         assert trajectory.stop_reason is StopReason.SUCCESS
         assert trajectory.success and trajectory.reward == 1.0
         assert len(trajectory.turns) == trajectory.path_length
-        assert [t.feedback for t in trajectory.turns] == ["moved"] * (trajectory.path_length - 1) + [
-            "reached"
-        ]
+        assert [t.feedback for t in trajectory.turns] == ["moved"] * (trajectory.path_length - 1) + ["reached"]
         assert [t.reward for t in trajectory.turns] == [0.0] * (trajectory.path_length - 1) + [1.0]
         assert trajectory.turns[0].text == "" and trajectory.turns[1].text == "Moved."
         assert trajectory.final_frame is not None and trajectory.policy_version == "scripted"
@@ -178,9 +176,7 @@ def test_a_crash_is_played_again_with_a_fresh_environment() -> None:
     victim = longest(healthy)
     assert len(healthy[victim].turns) >= 3
     mended, factory = wordplay(lambda seed, turn, n: seed == victim and turn == 2 and n == 1)
-    assert [facts(t) for t in mended] == [facts(t) for t in healthy], (
-        "the replay leaves no trace in the record"
-    )
+    assert [facts(t) for t in mended] == [facts(t) for t in healthy], "the replay leaves no trace in the record"
     assert len(factory.made) == 9 and all(env.closed for env in factory.made)
 
 

@@ -132,11 +132,7 @@ def test_a_run_leaves_what_it_promises(finished: tuple[Path, dict[str, Any], Log
     assert adapters[0].content_hash != adapters[1].content_hash
     assert lines[2]["policy/version"].endswith(adapters[0].content_hash[:8])
     assert summary["steps"] == 2 and summary["trajectories"] == 24
-    assert (
-        summary["best"]["step"] in (1, 2)
-        and summary["final"]["step"] == 2
-        and summary["baseline"]["step"] == 0
-    )
+    assert summary["best"]["step"] in (1, 2) and summary["final"]["step"] == 2 and summary["baseline"]["step"] == 0
     assert set(summary["sight"]) == {"normal", "blank", "swapped"}
     for step in (1, 2):  # held-out mazes are never played in training
         assert (folder / "checkpoints" / f"step-00000{step}" / "manifest.json").is_file()
@@ -150,9 +146,7 @@ def test_the_same_run_gives_the_same_bits(finished: tuple[Path, dict[str, Any], 
     assert [name for name in first if first[name] != second[name]] == []
 
 
-def test_an_interrupted_run_gives_the_same_bits(
-    finished: tuple[Path, dict[str, Any], Log], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_gives_the_same_bits(finished: tuple[Path, dict[str, Any], Log], tmp_path: Path) -> None:
     """Stopped after a step, with dropout in the adapter and a torn last line in the metrics."""
     with pytest.raises(Interrupted, match="1"):
         Log(stop_after=1).run(recipe(), tmp_path)
@@ -178,9 +172,7 @@ def test_a_run_killed_after_its_export_gives_the_same_bits(
         patch.setattr("clew.training.run_state.RunState.save", die)
         with pytest.raises(KeyboardInterrupt):
             Log().run(recipe(), tmp_path)
-    assert (tmp_path / "adapters/step-000001").is_dir() and not (
-        tmp_path / "checkpoints/step-000001"
-    ).exists()
+    assert (tmp_path / "adapters/step-000001").is_dir() and not (tmp_path / "checkpoints/step-000001").exists()
     Log().run(recipe(), tmp_path)
     first, second = bits(finished[0]), bits(tmp_path)
     assert [name for name in first if first[name] != second[name]] == []
@@ -204,14 +196,10 @@ def test_another_seed_is_another_run(finished: tuple[Path, dict[str, Any], Log],
 
 def test_a_step_without_signal_is_a_counted_no_op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clew.envs.maze_env.parse_action", lambda answer: None)  # nobody ever moves
-    made = recipe(
-        **{"evaluation.sight": "false", "evaluation.references": "false", "evaluation.suites": '["heldout"]'}
-    )
+    made = recipe(**{"evaluation.sight": "false", "evaluation.references": "false", "evaluation.suites": '["heldout"]'})
     log = Log()
     summary = log.run(made, tmp_path)
-    assert [(m["train/updates"], m["train/groups_used"], m["train/groups_equal"]) for m in log.steps] == [
-        (0, 0, 3)
-    ] * 2
+    assert [(m["train/updates"], m["train/groups_used"], m["train/groups_equal"]) for m in log.steps] == [(0, 0, 3)] * 2
     assert all(m["train/learning_rate"] == 0.02 for m in log.steps)
     one, two = (read_adapter(tmp_path / "adapters" / f"step-00000{step}") for step in (1, 2))
     assert one.content_hash == two.content_hash

@@ -166,10 +166,5 @@ def test_warnings() -> None:
     assert warnings_for({**healthy, "policy/entropy": 1e-5, "train/solve_rate": 0.98}) == []
     assert warnings_for({**healthy, "policy/entropy": 0.0, "train/updates": 0}) == []
     assert (
-        len(
-            warnings_for(
-                {**healthy, "rollout/cut_ratio": 1.0, "policy/entropy": 0.0, "rollout/repetition": 1.0}
-            )
-        )
-        == 3
+        len(warnings_for({**healthy, "rollout/cut_ratio": 1.0, "policy/entropy": 0.0, "rollout/repetition": 1.0})) == 3
     )

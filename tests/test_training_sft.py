@@ -64,9 +64,7 @@ def table(**changes: Any) -> SftTable:
     return SftTable(**{**small, **changes})
 
 
-def drawn(
-    step: int, held_out: frozenset[str] = frozenset(), **changes: Any
-) -> tuple[list[Demonstration], Watched]:
+def drawn(step: int, held_out: frozenset[str] = frozenset(), **changes: Any) -> tuple[list[Demonstration], Watched]:
     env = Watched()
     return draw(Demonstrator(tiny.shared_tiny(), env, held_out), table(**changes), step), env
 
@@ -97,9 +95,7 @@ def test_only_answers_carry_loss() -> None:
 
 
 def as_trajectory(demonstration: Demonstration) -> Trajectory:
-    trajectory = Trajectory(
-        Task("t", 0, "t"), 0, token_ids=demonstration.token_ids, sampled=demonstration.answered
-    )
+    trajectory = Trajectory(Task("t", 0, "t"), 0, token_ids=demonstration.token_ids, sampled=demonstration.answered)
     trajectory.turns = [Turn("", frame) for frame in demonstration.frames]
     trajectory.grids = demonstration.grids
     return trajectory
@@ -114,9 +110,7 @@ def test_the_loss_and_its_gradient_are_the_plain_ones() -> None:
         loss, probability = accumulate_gradients(vlm, demonstrations, budget)
         gradients.append((loss, probability, {n: p.grad for n, p in vlm.model.named_parameters()}))
     vlm = tiny.tiny()
-    logprobs = torch.cat(
-        [tiny.plain_logprobs(vlm, vlm.model, as_trajectory(d), 1.0)[0] for d in demonstrations]
-    )
+    logprobs = torch.cat([tiny.plain_logprobs(vlm, vlm.model, as_trajectory(d), 1.0)[0] for d in demonstrations])
     (-logprobs.mean()).backward()
     answers = sum(len(d.frames) for d in demonstrations)
     for loss, probability, found in gradients:

@@ -106,9 +106,7 @@ def token_logprobs(made: Updater, trajectory: Trajectory) -> torch.Tensor:
     allowed = torch.ones(logits.shape[-1], dtype=torch.bool)
     allowed[made.vlm.forbidden_ids] = False
     logprobs = torch.log_softmax(logits.masked_fill(~allowed, -torch.inf), -1)
-    return torch.stack(
-        [logprobs[i - 1, trajectory.token_ids[i]] for i, s in enumerate(trajectory.sampled) if s]
-    )
+    return torch.stack([logprobs[i - 1, trajectory.token_ids[i]] for i, s in enumerate(trajectory.sampled) if s])
 
 
 def reference_update(made: Updater, all_samples: list[Sample], used: list[bool], lr: float) -> dict[str, Any]:
@@ -191,11 +189,7 @@ def test_a_single_update_equals_the_reference(reduction: str, kl_coef: float) ->
     for a, b in zip(weights(ours), weights(theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     # With one update the old policy is the new one.
-    assert (
-        metrics["policy/ratio_max"] == 1.0
-        and metrics["policy/kl"] == 0.0
-        and metrics["policy/clip_fraction"] == 0.0
-    )
+    assert metrics["policy/ratio_max"] == 1.0 and metrics["policy/kl"] == 0.0 and metrics["policy/clip_fraction"] == 0.0
     assert (metrics["policy/kl_base"] > 0) == (kl_coef > 0)
     assert metrics["policy/logprob_gap_max"] < 1e-4
     assert metrics["train/updates"] == 1 and metrics["train/learning_rate"] == 0.5
@@ -216,9 +210,7 @@ def test_several_updates_equal_the_reference(minibatches: int, epochs: int, clip
     for a, b in zip(weights(ours), weights(theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-5)
     computed = epochs * sum(sum(s.trajectory.sampled) for s, u in zip(*samples(), strict=True) if u)
-    assert metrics["policy/clip_fraction"] == pytest.approx(
-        expected["clipped"] / computed, abs=1.5 / computed
-    )
+    assert metrics["policy/clip_fraction"] == pytest.approx(expected["clipped"] / computed, abs=1.5 / computed)
     assert metrics["train/updates"] == minibatches * epochs
     assert metrics["policy/ratio_max"] > 1 and metrics["policy/kl"] > 0
     if epochs > 1:
@@ -322,9 +314,7 @@ def test_an_update_follows_its_advantages() -> None:
         before = [float(token_logprobs(made, s.trajectory).sum()) for s in found]
     made.update(found, used, step=1)
     with torch.no_grad():
-        change = [
-            float(token_logprobs(made, s.trajectory).sum()) - b for s, b in zip(found, before, strict=True)
-        ]
+        change = [float(token_logprobs(made, s.trajectory).sum()) - b for s, b in zip(found, before, strict=True)]
     assert sum(change[1::2]) > 0 > sum(change[::2])
 
 
@@ -362,9 +352,7 @@ def test_learning_rate_schedules() -> None:
     assert rates() == [2.0] * 10
     assert rates(warmup_steps=4)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
     linear = rates(schedule="linear", warmup_steps=2)
-    assert linear[:3] == [1.0, 2.0, 2.0] and linear[3:] == pytest.approx(
-        [2.0 * (1 - i / 8) for i in range(1, 8)]
-    )
+    assert linear[:3] == [1.0, 2.0, 2.0] and linear[3:] == pytest.approx([2.0 * (1 - i / 8) for i in range(1, 8)])
     cosine = rates(schedule="cosine")
     assert cosine[0] == 2.0 and cosine == sorted(cosine, reverse=True) and 0 < cosine[-1] < 0.06
     assert cosine[5] == pytest.approx(1.0)

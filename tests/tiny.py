@@ -73,9 +73,7 @@ def favour(vlm: VisionLanguageModel, bonus: dict[str, float]) -> None:
     hidden = vlm.model.model.language_model(input_ids=ids).last_hidden_state[0]
     mean = hidden[2:].mean(0)
     for token, value in bonus.items():
-        vlm.model.lm_head.weight[vlm.tokenizer.convert_tokens_to_ids(token)] += (
-            value * mean / mean.square().sum()
-        )
+        vlm.model.lm_head.weight[vlm.tokenizer.convert_tokens_to_ids(token)] += value * mean / mean.square().sum()
 
 
 # --- a shrunken Qwen3-VL-8B-Instruct ---------------------------------------------------------------------
@@ -129,10 +127,7 @@ def qwen_tokenizer_files(folder: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {
-        token: i
-        for i, token in enumerate([*alphabet, *(f"w{i}" for i in range(len(alphabet), FIRST_SPECIAL))])
-    }
+    vocab = {token: i for i, token in enumerate([*alphabet, *(f"w{i}" for i in range(len(alphabet), FIRST_SPECIAL))])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -235,9 +230,7 @@ def conversation(
     return trajectory
 
 
-def show(
-    vlm: VisionLanguageModel, trajectory: Trajectory, frame: np.ndarray, text: str, ended: bool = True
-) -> None:
+def show(vlm: VisionLanguageModel, trajectory: Trajectory, frame: np.ndarray, text: str, ended: bool = True) -> None:
     grid = vlm.patcher.grid(frame)
     count = grid[0] * grid[1] * grid[2] // vlm.merge_size**2
     if trajectory.turns:
@@ -256,9 +249,7 @@ def reply(vlm: VisionLanguageModel, trajectory: Trajectory, answer: str) -> None
     turn.end = len(trajectory.token_ids)
 
 
-def plain_inputs(
-    vlm: VisionLanguageModel, token_ids: list[int], frames: list[np.ndarray]
-) -> dict[str, Tensor]:
+def plain_inputs(vlm: VisionLanguageModel, token_ids: list[int], frames: list[np.ndarray]) -> dict[str, Tensor]:
     """What Hugging Face's own forward takes for a conversation: ids and pixels, nothing of Clew's."""
     images = vlm.patcher.processor(images=frames, return_tensors="pt")
     ids = torch.tensor([token_ids])
@@ -346,9 +337,7 @@ class ScriptedEngine:
         self.template, self.say = vlm.template, say
         self.calls: list[int] = []
 
-    def sample(
-        self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]
-    ) -> list[Completion]:
+    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
         self.calls.append(len(trajectories))
         return [self._answer(self.say(t), sampling) for t in trajectories]
 

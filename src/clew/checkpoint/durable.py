@@ -55,9 +55,7 @@ class DamagedCheckpoint(UserError):
     def __init__(self, path: Path, problems: list[str]) -> None:
         self.path, self.problems = path, problems
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
-        super().__init__(
-            f"{path} is damaged: {'; '.join(problems[:3])}{more}; restore it from a copy or delete it"
-        )
+        super().__init__(f"{path} is damaged: {'; '.join(problems[:3])}{more}; restore it from a copy or delete it")
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,7 @@ def _main(
 def train(
     recipe: RecipeName,
     overrides: Overrides = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", help="Run directory; runs/RECIPE-seedN if not given.")
-    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run directory; runs/RECIPE-seedN if not given.")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again; a run that is there is renamed, not deleted.")
     ] = False,

@@ -60,14 +60,10 @@ def findings() -> Iterator[Finding]:
         yield Finding("memory", f"{memory:.1f} GB", short)
     free = shutil.disk_usage(Path.cwd()).free / 1e9
     yield Finding("disk, here", f"{free:.1f} GB free", "free some space" if free < _DISK_NEEDED else "")
-    yield Finding(
-        "this folder", str(Path.cwd()), "" if os.access(Path.cwd(), os.W_OK) else "no permission to write"
-    )
+    yield Finding("this folder", str(Path.cwd()), "" if os.access(Path.cwd(), os.W_OK) else "no permission to write")
     warm_start = resources.files("clew") / "assets" / "warm-start" / "model.safetensors"
     there = warm_start.is_file()
-    yield Finding(
-        "warm start", "shipped" if there else "missing", "" if there else "make it with clew sft laptop"
-    )
+    yield Finding("warm start", "shipped" if there else "missing", "" if there else "make it with clew sft laptop")
 
 
 def _torch() -> Iterator[Finding]:

@@ -59,9 +59,7 @@ def check_image_env(make_env: Callable[[], ImageEnv]) -> list[str]:
     try:
         checker.run()
         if random.getstate() != python_state:
-            checker.note(
-                "random", "the global state of `random` was changed: use a random.Random(seed) of your own"
-            )
+            checker.note("random", "the global state of `random` was changed: use a random.Random(seed) of your own")
         if not _same_numpy_state(np.random.get_state(), numpy_state):
             checker.note(
                 "np.random",
@@ -103,13 +101,9 @@ class _Checker(Probe):
 
     def check_attributes(self) -> None:
         env = self.make()
-        missing = [
-            m for m in ("reset", "step", "oracle_action", "close") if not callable(getattr(env, m, None))
-        ]
+        missing = [m for m in ("reset", "step", "oracle_action", "close") if not callable(getattr(env, m, None))]
         if missing:
-            self.note(
-                "methods", f"the environment has no method {', '.join(missing)}: an ImageEnv has all of them"
-            )
+            self.note("methods", f"the environment has no method {', '.join(missing)}: an ImageEnv has all of them")
         for name in ("env_id", "prompt"):
             value = getattr(env, name, None)
             if not isinstance(value, str) or not value.strip():
@@ -152,13 +146,9 @@ class _Checker(Probe):
         if different := difference(first, second):
             turn, what = different
             if turn == 0 and what == "content_hash":
-                sentence = (
-                    f"content_hash of seed {seed} changed between two resets: hash nothing but the problem"
-                )
+                sentence = f"content_hash of seed {seed} changed between two resets: hash nothing but the problem"
             elif turn == 0:
-                sentence = (
-                    f"reset({seed}) gave another {what} the second time: a seed must always give one task"
-                )
+                sentence = f"reset({seed}) gave another {what} the second time: a seed must always give one task"
             else:
                 sentence = (
                     f"the same answers after reset({seed}) gave another {what} at turn {turn}: "
@@ -203,9 +193,7 @@ class _Checker(Probe):
 
     def check_turn_cap(self) -> None:
         env = self.make()
-        streams = [cycle([self.write(name)]) for name in self.names[:8]] + [
-            self.actions(seed) for seed in range(4)
-        ]
+        streams = [cycle([self.write(name)]) for name in self.names[:8]] + [self.actions(seed) for seed in range(4)]
         for seed, stream in enumerate(streams):
             if not self.play(env, seed, stream)[-1].over:
                 self.note(
@@ -230,13 +218,10 @@ class _Checker(Probe):
         if not last.over and "cap" not in self.problems:
             self.note(
                 "garbage turn",
-                f"{self.max_turns} answers that can't be parsed did not end the episode: "
-                "each must count as a turn",
+                f"{self.max_turns} answers that can't be parsed did not end the episode: each must count as a turn",
             )
         if last.info.get("success") is True:
-            self.note(
-                "garbage success", "answers that can't be parsed reached success: they must change nothing"
-            )
+            self.note("garbage success", "answers that can't be parsed reached success: they must change nothing")
 
     def check_oracle(self) -> None:
         env = self.make()
@@ -309,8 +294,7 @@ class _Checker(Probe):
 
 
 _SHARED = (
-    "two environments played in turn disturb each other: keep all state in the instance, none in the class "
-    "or module"
+    "two environments played in turn disturb each other: keep all state in the instance, none in the class or module"
 )
 
 

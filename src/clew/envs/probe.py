@@ -41,10 +41,7 @@ class Moment:
             "reward": repr(self.reward),
             "terminated": self.terminated,
             "truncated": self.truncated,
-            **{
-                key: repr(self.info.get(key))
-                for key in ("content_hash", "path_length", "success", "feedback")
-            },
+            **{key: repr(self.info.get(key)) for key in ("content_hash", "path_length", "success", "feedback")},
         }
 
 
@@ -84,9 +81,7 @@ class Probe:
             self.note("make", f"making the environment raised {named(error)}")
             raise Unusable from error
         if any(env is other for other in self.made):
-            self.note(
-                "make", "make_env returned the same object twice: it must make a new environment at each call"
-            )
+            self.note("make", "make_env returned the same object twice: it must make a new environment at each call")
         else:
             self.made.append(env)
         return env
@@ -96,9 +91,7 @@ class Probe:
         try:
             answer: Any = env.reset(seed)
         except Exception as error:
-            self.note(
-                "reset raised", f"reset({seed}) raised {named(error)}: every seed >= 0 must start a task"
-            )
+            self.note("reset raised", f"reset({seed}) raised {named(error)}: every seed >= 0 must start a task")
             raise Unusable from error
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], dict)):
             self.note("reset returned", f"reset returned {kind(answer)}: return (Observation, info)")
@@ -108,8 +101,7 @@ class Probe:
         if not isinstance(content_hash, str) or not content_hash:
             self.note(
                 "content_hash",
-                f"info of reset has content_hash {content_hash!r}: "
-                "it must be a str that hashes what makes the problem",
+                f"info of reset has content_hash {content_hash!r}: it must be a str that hashes what makes the problem",
             )
         if "path_length" not in info or not isinstance(info["path_length"], int | None):
             self.note(
@@ -133,9 +125,7 @@ class Probe:
             raise Unusable from error
         seconds = time.process_time() - began
         if seconds > _SLOW_S:
-            self.note(
-                "slow", f"step took {seconds:.1f} s of CPU time on {called}: parse answers in linear time"
-            )
+            self.note("slow", f"step took {seconds:.1f} s of CPU time on {called}: parse answers in linear time")
         if not (isinstance(outcome, tuple) and len(outcome) == 5 and isinstance(outcome[4], dict)):
             self.note(
                 "step returned",
@@ -164,9 +154,7 @@ class Probe:
 
     def _moment(self, call: str, observation: Any, *rest: Any) -> Moment:
         if not isinstance(observation, Observation):
-            self.note(
-                "observation", f"{call} returned {kind(observation)} as observation: return an Observation"
-            )
+            self.note("observation", f"{call} returned {kind(observation)} as observation: return an Observation")
             raise Unusable
         image, text = observation.image, cast(Any, observation.text)
         if not isinstance(image, np.ndarray) or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
@@ -174,13 +162,9 @@ class Probe:
             self.note("image", f"{call} returned an image of {found}: it must be an array [height, width, 3]")
             raise Unusable
         if image.dtype != np.uint8:
-            self.note(
-                "dtype", f"{call} returned an image of dtype {image.dtype}: it must be uint8 (0 to 255)"
-            )
+            self.note("dtype", f"{call} returned an image of dtype {image.dtype}: it must be uint8 (0 to 255)")
         if not image.flags.c_contiguous:
-            self.note(
-                "contiguous", f"{call} returned an image that is not contiguous: use numpy.ascontiguousarray"
-            )
+            self.note("contiguous", f"{call} returned an image that is not contiguous: use numpy.ascontiguousarray")
         if not isinstance(text, str):
             self.note("text", f'{call} returned text of {kind(text)}: it must be a str ("" for none)')
         return Moment(observation, image.copy(), *rest)
@@ -197,8 +181,7 @@ class Probe:
         if turns < self.max_turns and moments[-1].truncated:
             self.note(
                 "cap",
-                f"step truncated an episode at turn {turns}, but max_turns is {self.max_turns}: "
-                "make them agree",
+                f"step truncated an episode at turn {turns}, but max_turns is {self.max_turns}: make them agree",
             )
         self.check_frames(moments)
         return moments
@@ -232,9 +215,7 @@ class Probe:
                 f"frames of one episode have different shapes {sorted(sizes)}: keep one size an episode",
             )
         if any(not np.array_equal(moment.observation.image, moment.copy) for moment in moments):
-            self.note(
-                "buffer", "a frame changed after it was returned: return a new array (or a copy) at each turn"
-            )
+            self.note("buffer", "a frame changed after it was returned: return a new array (or a copy) at each turn")
 
 
 def difference(first: list[Moment], second: list[Moment]) -> tuple[int, str] | None:
@@ -255,6 +236,4 @@ def named(error: Exception) -> str:
 
 def kind(value: Any) -> str:
     """The type of a value in a sentence."""
-    return (
-        f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a value of type {type(value).__name__}"
-    )
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a value of type {type(value).__name__}"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
 
-from clew.envs.base import Suite, Task
+from clew.envs.base import ImageEnv, Suite, Task
 from clew.envs.maze_env import MazeEnv
 from clew.errors import UserError
 
@@ -88,9 +88,7 @@ def belongs_to_imitation(content_hash: str) -> bool:
     return int(content_hash[-1], 16) % 2 == 0
 
 
-def training_tasks(
-    env: MazeEnv, held_out: frozenset[str], seed: int, position: int = 0
-) -> Iterator[tuple[int, Task]]:
+def training_tasks(env: ImageEnv, held_out: frozenset[str], seed: int, position: int = 0) -> Iterator[tuple[int, Task]]:
     """The endless stream of training tasks of a run, from ``position`` on: (next position, task).
 
     Held-out content and content that belongs to imitation is skipped; small mazes collide, so skipping goes
@@ -101,7 +99,8 @@ def training_tasks(
     """
     skipped = 0
     for offset in count(position):
-        task = env.task(seed * _SEEDS_PER_RUN + offset)
+        seed_of_task = seed * _SEEDS_PER_RUN + offset
+        task = Task(env.env_id, seed_of_task, env.reset(seed_of_task)[1]["content_hash"])
         if task.content_hash not in held_out and not belongs_to_imitation(task.content_hash):
             skipped = 0
             yield offset + 1, task

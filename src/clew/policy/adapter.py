@@ -65,7 +65,9 @@ class Adapter:
         for key, other in pairs.items():
             module = key.removeprefix(_KEY_PREFIX).removesuffix(".lora_A.weight")
             if not module.startswith(_LANGUAGE_PREFIX):
-                raise UserError(f"adapter {self.name}: {module} is outside the language model; this engine can't apply it")
+                raise UserError(
+                    f"adapter {self.name}: {module} is outside the language model; this engine can't apply it"
+                )
             yield module.removeprefix(_LANGUAGE_PREFIX), scale * (self.tensors[other] @ self.tensors[key])
 
 
@@ -141,13 +143,19 @@ def restore_adapter(peft_model: PeftModel, tensors: dict[str, Tensor]) -> None:
     """
     expected = get_peft_model_state_dict(peft_model)
     if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
-        raise UserError("adapter: its weights have other names or shapes than this recipe's [model.lora]; use its own recipe")
+        raise UserError(
+            "adapter: its weights have other names or shapes than this recipe's [model.lora]; use its own recipe"
+        )
     set_peft_model_state_dict(peft_model, tensors)
 
 
 def write_adapter(adapter: Adapter, folder: Path) -> None:
     """Writes adapter_model.safetensors and adapter_config.json into an existing folder."""
-    save_file({k: v.contiguous() for k, v in adapter.tensors.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in adapter.tensors.items()},
+        folder / WEIGHTS_FILE,
+        metadata={"format": "pt"},
+    )
     config = {**adapter.config, "inference_mode": True}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 

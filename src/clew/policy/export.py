@@ -80,7 +80,12 @@ def _set_aside_other(folder: Path, facts: dict[str, Any]) -> None:
     if found != facts:
         aside = next(p for n in itertools.count(1) if not (p := Path(f"{folder}.superseded-{n}")).exists())
         folder.rename(aside)
-        log.warning("%s held other weights of this step (%s); they are kept in %s", folder, found.get("adapter"), aside)
+        log.warning(
+            "%s held other weights of this step (%s); they are kept in %s",
+            folder,
+            found.get("adapter"),
+            aside,
+        )
 
 
 def model_card(adapter: Adapter, card: dict[str, Any], effect: float) -> str:

@@ -140,7 +140,9 @@ class TokenBatch:
 
 
 def collate(
-    sequences: list[tuple[list[int], list[bool], list[tuple[int, int, int]]]], image_token_id: int, merge_size: int
+    sequences: list[tuple[list[int], list[bool], list[tuple[int, int, int]]]],
+    image_token_id: int,
+    merge_size: int,
 ) -> TokenBatch:
     """Pads (token ids, scored mask, grids) triples into a batch."""
     lengths = [len(ids) for ids, _, _ in sequences]
@@ -213,9 +215,7 @@ def masked_log_softmax(logits_NV: Tensor, forbidden_ids: Tensor, temperature: fl
     return torch.log_softmax(scaled_NV, dim=-1)
 
 
-def score(
-    vlm: VisionLanguageModel, batch: TokenBatch, features: VisualFeatures, temperature: float
-) -> TokenScores:
+def score(vlm: VisionLanguageModel, batch: TokenBatch, features: VisualFeatures, temperature: float) -> TokenScores:
     """Log-probability and entropy of the scored tokens of a batch under the current weights."""
     hidden_BTH = hidden_states(vlm.model, batch, features)
     scored_BT = batch.scored_BT.to(hidden_BTH.device)
@@ -228,4 +228,3 @@ def score(
         p_NV = logprobs_NV.exp()
         entropy_N = -(p_NV * logprobs_NV.clamp(min=-1e4)).sum(-1)
     return TokenScores(logprobs_N, entropy_N)
-

@@ -60,7 +60,9 @@ class FramePatcher:
         _, rows, cols = grid = self.grid(frame)
         if (rows * self.patch, cols * self.patch) != frame.shape[:2]:
             return Patches(self.processor(images=[frame], return_tensors="pt")["pixel_values"], grid)
-        image = torch.stack([self._pixel_values[c][torch.from_numpy(frame[..., c].astype(np.int64))] for c in range(3)], -1)
+        image = torch.stack(
+            [self._pixel_values[c][torch.from_numpy(frame[..., c].astype(np.int64))] for c in range(3)], -1
+        )
         m, p = self.merge, self.patch
         cut = image.view(rows // m, m, p, cols // m, m, p, 3).permute(0, 3, 1, 4, 6, 2, 5)
         cut = cut.reshape(rows * cols, 3, 1, p * p).expand(-1, -1, self.temporal, -1)

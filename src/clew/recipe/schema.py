@@ -60,9 +60,7 @@ NonNegative = Annotated[int, Field(ge=0, le=INT_MAX)]
 PositiveNumber = Annotated[float, Field(gt=0)]
 NonNegativeNumber = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Size = Annotated[
-    tuple[int, int], BeforeValidator(_size), Allowed("[rows, cols] or one whole number, each side >= 2")
-]
+Size = Annotated[tuple[int, int], BeforeValidator(_size), Allowed("[rows, cols] or one whole number, each side >= 2")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a list of one or more different names")]
 Target = Annotated[
     Literal["all-linear"] | tuple[str, ...],

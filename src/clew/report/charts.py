@@ -147,9 +147,7 @@ def draw(chart: Chart, width: int, height: int, css: str = "") -> Markup:
     first, last = min(steps), max(steps)
     if first == last:
         first, last = first - 1, last + 1
-    y_ticks = (
-        [0.0, 0.25, 0.5, 0.75, 1.0] if chart.scale == "whole" else ticks(min(0.0, *values), max(values), 3)
-    )
+    y_ticks = [0.0, 0.25, 0.5, 0.75, 1.0] if chart.scale == "whole" else ticks(min(0.0, *values), max(values), 3)
     low, high = y_ticks[0], y_ticks[-1]
 
     def x(step: float) -> float:
@@ -162,9 +160,7 @@ def draw(chart: Chart, width: int, height: int, css: str = "") -> Markup:
     for tick in y_ticks:
         label = f"{100 * tick:g}%" if chart.percent else f"{tick:,g}".replace("e-0", "e-")
         out.append(
-            Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-                x0, x1, y(tick), y(tick)
-            )
+            Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(x0, x1, y(tick), y(tick))
         )
         out.append(
             Markup('<text class="tick" x="{}" y="{:.1f}" text-anchor="end">{}</text>').format(
@@ -185,9 +181,7 @@ def draw(chart: Chart, width: int, height: int, css: str = "") -> Markup:
         out.append(Markup('<polygon class="band" points="{}"/>').format(" ".join(upper + lower)))
     for _, value in chart.references:
         out.append(
-            Markup('<line class="refline" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-                x0, x1, y(value), y(value)
-            )
+            Markup('<line class="refline" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(x0, x1, y(value), y(value))
         )
     wanted = [(y(value), f"{label} {value:.0%}") for label, value in chart.references]
     for at, label in _spread(wanted, 15):
@@ -196,9 +190,7 @@ def draw(chart: Chart, width: int, height: int, css: str = "") -> Markup:
         out += _line(series, x, y)
     if chart.flag:
         out += _flag(chart.flag, x, y)
-    out.append(
-        Markup('<line class="cursor" x1="0" x2="0" y1="{}" y2="{}" visibility="hidden"/>').format(y1, y0)
-    )
+    out.append(Markup('<line class="cursor" x1="0" x2="0" y1="{}" y2="{}" visibility="hidden"/>').format(y1, y0))
     return Markup(
         '<svg class="chart {}" viewBox="0 0 {} {}" role="img" aria-label="{}" tabindex="0" '
         'data-x0="{}" data-x1="{}" data-first="{:g}" data-last="{:g}">{}</svg>'
@@ -213,17 +205,13 @@ def _line(series: Series, x: Axis, y: Axis) -> Iterable[Markup]:
         yield Markup('<polyline class="line {}" points="{}"/>').format(series.css, path)
     if series.dots or len(series.points) == 1:
         for step, value in series.points:
-            yield Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3"/>').format(
-                series.css, x(step), y(value)
-            )
+            yield Markup('<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="3"/>').format(series.css, x(step), y(value))
 
 
 def _flag(flag: tuple[float, float, float, float], x: Axis, y: Axis) -> Iterable[Markup]:
     step, value, low, high = flag
     at, up = x(step), y(value)
-    yield Markup('<line class="flag" x1="{0:.1f}" x2="{0:.1f}" y1="{1:.1f}" y2="{2:.1f}"/>').format(
-        at, y(low), y(high)
-    )
+    yield Markup('<line class="flag" x1="{0:.1f}" x2="{0:.1f}" y1="{1:.1f}" y2="{2:.1f}"/>').format(at, y(low), y(high))
     for end in (low, high):
         yield Markup('<line class="flag" x1="{:.1f}" x2="{:.1f}" y1="{:.1f}" y2="{:.1f}"/>').format(
             at - 4, at + 4, y(end), y(end)
@@ -245,18 +233,14 @@ def whisker(score: Score, css: str = "a") -> Markup:
     left, span = 5, width - 10
     parts = [Markup('<line class="grid" x1="{}" x2="{}" y1="8" y2="8"/>').format(left, left + span)]
     for edge in (0, 0.5, 1):
-        parts.append(
-            Markup('<line class="grid" x1="{0:g}" x2="{0:g}" y1="4" y2="12"/>').format(left + span * edge)
-        )
+        parts.append(Markup('<line class="grid" x1="{0:g}" x2="{0:g}" y1="4" y2="12"/>').format(left + span * edge))
     if score.ci95:
         parts.append(
             Markup('<line class="whisker {}" x1="{:.1f}" x2="{:.1f}" y1="8" y2="8"/>').format(
                 css, left + span * score.ci95[0], left + span * score.ci95[1]
             )
         )
-    parts.append(
-        Markup('<circle class="dot {}" cx="{:.1f}" cy="8" r="4"/>').format(css, left + span * score.rate)
-    )
+    parts.append(Markup('<circle class="dot {}" cx="{:.1f}" cy="8" r="4"/>').format(css, left + span * score.rate))
     return Markup('<svg class="whiskers" viewBox="0 0 {} 16" aria-hidden="true">{}</svg>').format(
         width, Markup("").join(parts)
     )

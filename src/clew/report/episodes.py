@@ -77,9 +77,7 @@ def chosen(replays: Sequence[Mapping[str, Any]], step: int, noun: str) -> list[E
     one = noun[:-1]
     picks: list[tuple[str, str, Mapping[str, Any]]] = []
     if replays:
-        picks.append(
-            (f"First {one}", f"The first {one} of the held-out set, whatever came of it.", replays[0])
-        )
+        picks.append((f"First {one}", f"The first {one} of the held-out set, whatever came of it.", replays[0]))
     solved = [r for r in replays if r.get("success")]
     if solved:
         longest = max(solved, key=lambda r: (number(r.get("path_length")) or 0, -len(_turns(r))))
@@ -222,9 +220,7 @@ def _episode(title: str, rule: str, replay: Mapping[str, Any]) -> Episode:
     ]
     if replay.get("policy_version"):
         facts.append(f"policy {replay['policy_version']}")
-    return Episode(
-        title, rule, ", ".join(facts), success, frames, len(turns) - len(kept), pieces, token_facts
-    )
+    return Episode(title, rule, ", ".join(facts), success, frames, len(turns) - len(kept), pieces, token_facts)
 
 
 def short(text: str, most: int = 40) -> str:
@@ -257,9 +253,7 @@ def _verdict(replay: Mapping[str, Any]) -> str:
 
 
 def _pictures(replay: Mapping[str, Any]) -> list[Image.Image]:
-    coded = [str(t.get("frame", "")) for t in _turns(replay)[:_MOST_FRAMES]] + [
-        str(replay.get("final_frame") or "")
-    ]
+    coded = [str(t.get("frame", "")) for t in _turns(replay)[:_MOST_FRAMES]] + [str(replay.get("final_frame") or "")]
     return [picture for c in coded if (picture := _picture(c)) is not None]
 
 

@@ -106,9 +106,7 @@ def _chart(
     lines: tuple[tuple[str, str], ...],
     note: str,
 ) -> Chart:
-    series = [
-        Series(name, thin(_points(rows, key)), css) for (key, name), css in zip(lines, "abc", strict=False)
-    ]
+    series = [Series(name, thin(_points(rows, key)), css) for (key, name), css in zip(lines, "abc", strict=False)]
     return Chart(title, unit, [s for s in series if s.points], scale=scale, note=note)
 
 

@@ -116,9 +116,7 @@ def _palette(canvases: Sequence[Image.Image]) -> Image.Image:
     return both.quantize(colors=128, method=Image.Quantize.MEDIANCUT)
 
 
-def _write(
-    pen: ImageDraw.ImageDraw, at: tuple[int, int], text: str, colour: str, size: int, width: int
-) -> None:
+def _write(pen: ImageDraw.ImageDraw, at: tuple[int, int], text: str, colour: str, size: int, width: int) -> None:
     font = ImageFont.load_default(size=size)
     text = " ".join(text.split())
     while text and pen.textlength(text, font=font) > width:

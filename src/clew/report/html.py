@@ -114,9 +114,7 @@ def _cards(told: story.Story) -> list[tuple[str, Score, str, str]]:
     return cards
 
 
-def _episodes(
-    told: story.Story, before: list[dict[str, Any]], after: list[dict[str, Any]]
-) -> list[episodes.Episode]:
+def _episodes(told: story.Story, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[episodes.Episode]:
     """Episodes of the best step, or of the baseline where only those were kept."""
     if after and told.best:
         return episodes.chosen(after, told.best[0], told.noun)
@@ -185,8 +183,4 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     versions = [m["policy/version"] for m in run.metrics if m.get("policy/version")]
     if versions:
         rows.append(("Last policy version", versions[-1]))
-    return [
-        (name, f"{v:,}" if isinstance(v, int) and name != "Seed" else str(v))
-        for name, v in rows
-        if v is not None
-    ]
+    return [(name, f"{v:,}" if isinstance(v, int) and name != "Seed" else str(v)) for name, v in rows if v is not None]

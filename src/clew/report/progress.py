@@ -52,9 +52,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self.console.is_terminal and self._live is None:
-            self._live = Live(
-                get_renderable=self._panel, console=self.console, refresh_per_second=2, transient=True
-            )
+            self._live = Live(get_renderable=self._panel, console=self.console, refresh_per_second=2, transient=True)
             self._live.start()
         return self
 

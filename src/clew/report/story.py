@@ -124,9 +124,7 @@ def limits(run: Run, story: Story) -> list[str]:
     out: list[str] = []
     if not story.finished:
         planned = f" of {story.steps_planned}" if story.steps_planned else ""
-        out.append(
-            f"The run is not finished: {story.steps_done}{planned} steps are done. All figures may change."
-        )
+        out.append(f"The run is not finished: {story.steps_done}{planned} steps are done. All figures may change.")
     seed = run.setting("training", "seed")
     seed_text = f" (seed {seed})" if seed is not None else ""
     out.append(
@@ -135,9 +133,7 @@ def limits(run: Run, story: Story) -> list[str]:
     )
     if story.evaluations > 1 and story.best:
         total = story.best[1].total
-        again = (
-            f"The confirmation samples new answers, yet on the same {story.noun}. " if story.confirmed else ""
-        )
+        again = f"The confirmation samples new answers, yet on the same {story.noun}. " if story.confirmed else ""
         out.append(
             f"The step was chosen by looking at {story.evaluations} evaluations of the same {total} "
             f"{story.noun}. {again}Only {story.noun} never evaluated before are free of that choice."
@@ -165,9 +161,7 @@ def limits(run: Run, story: Story) -> list[str]:
 
 def score_rows(run: Run, story: Story) -> list[tuple[str, list[Row]]]:
     """The evaluation table: for each suite the reference policies, then each mode before and after."""
-    suites = sorted(
-        {e.suite for e in (*run.evaluations, *run.references)}, key=lambda s: (s != run.heldout, s)
-    )
+    suites = sorted({e.suite for e in (*run.evaluations, *run.references)}, key=lambda s: (s != run.heldout, s))
     modes = sorted({e.mode for e in run.evaluations}, key=lambda m: (m != SAMPLED, m != CONFIRM, m))
     shown_apart = ("blank", "swapped") if sight_rows(run, story) else ()
     before = story.baseline[0] if story.baseline else None
@@ -200,10 +194,7 @@ def length_rows(run: Run, story: Story) -> list[tuple[int, Score | None, Score |
         found = run.find(chosen[0], run.heldout, SAMPLED) if chosen else None
         parts.append(found.by_path_length if found else {})
     before, after = parts
-    return [
-        (n, run.score(_pair(before.get(n))), run.score(_pair(after.get(n))))
-        for n in sorted({*before, *after})
-    ]
+    return [(n, run.score(_pair(before.get(n))), run.score(_pair(after.get(n)))) for n in sorted({*before, *after})]
 
 
 def sight_rows(run: Run, story: Story) -> list[tuple[str, str, Score]]:

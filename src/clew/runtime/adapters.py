@@ -21,9 +21,7 @@ def exported_steps(run_dir: Path) -> list[int]:
         UserError: the folder is no run directory.
     """
     if not (run_dir / RECIPE).is_file():
-        raise UserError(
-            f"{run_dir} is no run directory (it has no {RECIPE}): give the folder that clew train wrote"
-        )
+        raise UserError(f"{run_dir} is no run directory (it has no {RECIPE}): give the folder that clew train wrote")
     folder = run_dir / "adapters"
     if not folder.is_dir():
         return []
@@ -50,9 +48,7 @@ def find_adapter(run_dir: Path, step: str) -> tuple[int, Path]:
     else:
         raise UserError(f'--step {step}: give "best" or the number of a step')
     if number not in steps:
-        raise UserError(
-            f"--step {step}: {run_dir} has no adapter of that step; there are {', '.join(map(str, steps))}"
-        )
+        raise UserError(f"--step {step}: {run_dir} has no adapter of that step; there are {', '.join(map(str, steps))}")
     folder = run_dir / "adapters" / f"step-{number:06d}"
     verify(folder)
     return number, folder
@@ -67,9 +63,7 @@ def _best(run_dir: Path, steps: list[int]) -> int:
         if "eval/all/pass_at_1" in line and line["step"] in steps
     }
     if not rates:
-        raise UserError(
-            f"--step best: {run_dir} has evaluated no adapter yet; there are {', '.join(map(str, steps))}"
-        )
+        raise UserError(f"--step best: {run_dir} has evaluated no adapter yet; there are {', '.join(map(str, steps))}")
     return min(rates, key=lambda step: (-rates[step], step))
 
 

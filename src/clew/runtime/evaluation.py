@@ -46,14 +46,10 @@ def evaluate_subject(recipe: Recipe, subject: Subject, on_result: Callable[[Resu
     """
     if subject.policy in REFERENCES:
         if subject.adapter is not None:
-            raise UserError(
-                f"--adapter can't be used with --policy {subject.policy}: that policy has no model"
-            )
+            raise UserError(f"--adapter can't be used with --policy {subject.policy}: that policy has no model")
         return [_reference(recipe, name, subject.policy, on_result) for name in recipe.evaluation.suites]
     if subject.policy != "model":
-        raise UserError(
-            f"--policy {subject.policy}: there is no such policy; there are {', '.join(POLICIES)}"
-        )
+        raise UserError(f"--policy {subject.policy}: there is no such policy; there are {', '.join(POLICIES)}")
     vlm = load_model(resolve_model_path(recipe.model.path), resolve_dtype(recipe), resolve_device(recipe))
     adapter = None
     if subject.adapter is not None:
@@ -106,8 +102,6 @@ def record(recipe: Recipe, subject: Subject, results: list[Result]) -> dict[str,
 def _reference(recipe: Recipe, name: str, policy: str, on_result: Callable[[Result], None]) -> Result:
     table = recipe.evaluation
     size = table.confirm_size if name == "unseen" else table.size
-    result = reference(
-        maze_suite(name, environment_settings(recipe.environment), size), policy, recipe.training.seed
-    )
+    result = reference(maze_suite(name, environment_settings(recipe.environment), size), policy, recipe.training.seed)
     on_result(result)
     return result

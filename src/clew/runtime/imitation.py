@@ -55,9 +55,7 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
         UserError: bad input, or ``out`` holds something else.
     """
     if recipe.environment.id != ENV_ID:
-        raise UserError(
-            f'environment.id = "{recipe.environment.id}": there are demonstrations of {ENV_ID} only'
-        )
+        raise UserError(f'environment.id = "{recipe.environment.id}": there are demonstrations of {ENV_ID} only')
     if out.exists():
         return _show_finished(recipe, out, console)
     prepare_process(recipe)
@@ -113,9 +111,7 @@ def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Consol
     train_sft(vlm, env, recipe.sft, held_out, store, report)
 
 
-def _measure(
-    recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console, command: str
-) -> dict[str, Any]:
+def _measure(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console, command: str) -> dict[str, Any]:
     """Plays the held-out set, sampled with several seeds and greedily; returns all the facts of the card."""
     began = time.monotonic()
     suite = recipe.evaluation.suites[0]
@@ -123,14 +119,10 @@ def _measure(
     for seed in SAMPLING_SEEDS:
         # What `clew train` with this training.seed sees before training.
         training = recipe.training.model_copy(update={"seed": seed})
-        evaluator = make_evaluator(
-            recipe.model_copy(update={"training": training}), vlm, None, lambda result: None
-        )
+        evaluator = make_evaluator(recipe.model_copy(update={"training": training}), vlm, None, lambda result: None)
         sampled.append(evaluator.regular(0))
         _say(console, f"{suite}, sampling seed {seed}: {sampled[-1].solved}/{sampled[-1].total}")
-    only_main = recipe.model_copy(
-        update={"evaluation": recipe.evaluation.model_copy(update={"suites": (suite,)})}
-    )
+    only_main = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"suites": (suite,)})})
     greedy = make_evaluator(only_main, vlm, None, lambda result: None).thorough(0)[0]
     _say(console, f"{suite}, greedy: {greedy.solved}/{greedy.total}")
     lines = read_jsonl(work / PROGRESS)
@@ -171,9 +163,7 @@ def _counts(result: Result) -> dict[str, Any]:
 
 
 def _write_model(vlm: VisionLanguageModel, init: Path, folder: Path, facts: dict[str, Any]) -> None:
-    shutil.copytree(
-        init, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "*.safetensors")
-    )
+    shutil.copytree(init, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json", "*.safetensors"))
     vlm.model.save_pretrained(folder)
     facts["weights_sha256"] = base_fingerprint(str(folder))
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -226,18 +216,12 @@ of the evaluation suites was kept out of its demonstrations, by content. All set
 def _show_finished(recipe: Recipe, out: Path, console: Console) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads((out / FACTS).read_text(encoding="utf-8"))
-        same = all(
-            facts[key] == getattr(recipe, key).model_dump(mode="json") for key in ("sft", "environment")
-        )
+        same = all(facts[key] == getattr(recipe, key).model_dump(mode="json") for key in ("sft", "environment"))
         evaluation = facts["evaluation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--out {out} exists and holds no model of clew sft: choose another folder"
-        ) from error
+        raise UserError(f"--out {out} exists and holds no model of clew sft: choose another folder") from error
     if not same:
-        raise UserError(
-            f"--out {out} holds a model made with other settings: choose another folder or remove it"
-        )
+        raise UserError(f"--out {out} holds a model made with other settings: choose another folder or remove it")
     mean, greedy = evaluation["sampled_mean_solved"], evaluation["greedy"]
     seeds = len(evaluation["sampled"])
     _say(

@@ -93,9 +93,7 @@ def prepare_process(recipe: Recipe) -> None:
 
     torch.set_num_threads(recipe.runtime.threads or cores())
     transformers_logging.disable_progress_bar()
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="transformers"
-    )  # of PEFT's calls into it
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls into it
 
 
 def _check_parts(recipe: Recipe) -> None:
@@ -137,15 +135,11 @@ def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> d
                 counts = f"{result.solved}/{result.total}, 95% CI {low:.2f}-{high:.2f}"
                 progress.note(f"reference {result.suite}/{result.mode} {result.solve_rate:.4f} ({counts})")
             return
-        progress.evaluation(
-            result.suite, result.mode, result.solved, result.total, result.ci95, step=result.step
-        )
+        progress.evaluation(result.suite, result.mode, result.solved, result.total, result.ci95, step=result.step)
         if result.step == 0:  # later ones are among the metrics of their step
             name = f"eval/{result.suite}/{result.mode}/solve_rate"
             first_one = (
-                {"eval/all/pass_at_1": result.solve_rate}
-                if name == f"eval/{heldout}/sampled/solve_rate"
-                else {}
+                {"eval/all/pass_at_1": result.solve_rate} if name == f"eval/{heldout}/sampled/solve_rate" else {}
             )
             tracker.log({"step": 0, name: result.solve_rate, **first_one})
 

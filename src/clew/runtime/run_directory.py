@@ -47,9 +47,7 @@ def check_run_dir(run_dir: Path) -> None:
         raise UserError(f"--run {run_dir} is a file: name a folder, new or of an earlier run")
     if not run_dir.is_dir() or (run_dir / RECIPE).is_file():
         return
-    others = sorted(
-        e.name for e in run_dir.iterdir() if e.name != LOCK_NAME and not e.name.startswith(PREFIX)
-    )
+    others = sorted(e.name for e in run_dir.iterdir() if e.name != LOCK_NAME and not e.name.startswith(PREFIX))
     if others:
         raise UserError(
             f"--run {run_dir} holds other things ({', '.join(others[:3])}) and no {RECIPE}: "

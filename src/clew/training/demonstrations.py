@@ -84,7 +84,10 @@ class Demonstrator:
                 prompt = template.continuation(text, count, ended=True)
             answer = navigate(self.env, rng)
             assert parse_action(answer) is not None
-            answer_ids = [*template.tokenizer(answer, add_special_tokens=False)["input_ids"], template.end_of_turn_id]
+            answer_ids = [
+                *template.tokenizer(answer, add_special_tokens=False)["input_ids"],
+                template.end_of_turn_id,
+            ]
             ids += prompt + answer_ids
             answered += [False] * len(prompt) + [True] * len(answer_ids)
             grids.append(grid)

@@ -66,9 +66,7 @@ def finish(
         "tokens": sum(line["rollout/tokens_total"] for line in trained),
         "wall_s": wall_s,
         "device": device_name(engine),
-        "cost": cost(
-            wall_s, 1, recipe.cost.device_hour_price, recipe.cost.currency, recipe.cost.device_watts
-        ),
+        "cost": cost(wall_s, 1, recipe.cost.device_hour_price, recipe.cost.currency, recipe.cost.device_watts),
     }
     write_file_atomic(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary

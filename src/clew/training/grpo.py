@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import resource
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +60,13 @@ def train(
     engine = TransformersEngine(vlm, features)
     player = Player(vlm.template, vlm.patcher)
     updater = Updater(
-        vlm, policy, features, recipe.algorithm, recipe.training, recipe.rollout.temperature, recipe.rollout.max_tokens
+        vlm,
+        policy,
+        features,
+        recipe.algorithm,
+        recipe.training,
+        recipe.rollout.temperature,
+        recipe.rollout.max_tokens,
     )
     evaluator = Evaluator(recipe, engine, player, run_dir, on_result)
     settings = environment_settings(recipe.environment)
@@ -157,7 +165,7 @@ def train(
             "step_s": now - step_began,
             "tokens_per_s": metrics["rollout/tokens_total"] / (learned - step_began),
             "trajectories_per_s": len(trajectories) / (learned - step_began),
-            "rss_bytes": resident_bytes(),
+            "rss_bytes": peak_resident_bytes(),
             "session": state.session,
             "elapsed_s": now - session_began,
         }
@@ -175,10 +183,7 @@ def evaluation_metrics(results: list[Result]) -> dict[str, float]:
     return {"eval/all/pass_at_1": results[0].solve_rate, **rates}
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process, in bytes (0 where the system doesn't tell)."""
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:  # no /proc: macOS
-        return 0
-    return int(pages) * 4096
+def peak_resident_bytes() -> int:
+    """Largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

@@ -91,7 +91,8 @@ def group_metrics(samples: Sequence[Sample], used: Sequence[bool]) -> dict[str, 
     """Groups with and without signal, and the advantages of the former."""
     by_group = {s.trajectory.task.content_hash: u for s, u in zip(samples, used, strict=True)}
     values = torch.tensor(
-        [a for s, u in zip(samples, used, strict=True) if u for a in s.advantages] or [0.0], dtype=torch.float64
+        [a for s, u in zip(samples, used, strict=True) if u for a in s.advantages] or [0.0],
+        dtype=torch.float64,
     )
     return {
         "train/groups_used": sum(by_group.values()),

@@ -75,7 +75,11 @@ def train_sft(
     demonstrator = Demonstrator(vlm, env, held_out)
     matrices, others = split_parameters(model)
     muon = torch.optim.Muon(
-        matrices, lr=table.muon_learning_rate, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
+        matrices,
+        lr=table.muon_learning_rate,
+        momentum=0.95,
+        weight_decay=0.01,
+        adjust_lr_fn="match_rms_adamw",
     )
     adamw = torch.optim.AdamW(others, lr=table.adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     first = 1
@@ -135,9 +139,7 @@ def accumulate_gradients(
         part = [by_length.pop()]
         while by_length and sum(len(d.frames) for d in part) + len(by_length[-1].frames) <= frames_per_microbatch:
             part.append(by_length.pop())
-        batch = collate(
-            [(d.token_ids, d.answered, d.grids) for d in part], vlm.template.image_token_id, vlm.merge_size
-        )
+        batch = collate([(d.token_ids, d.answered, d.grids) for d in part], vlm.template.image_token_id, vlm.merge_size)
         patches = [vlm.patcher(frame) for d in part for frame in d.frames]
         scores = score(vlm, batch, encode(vlm.model.model.visual, patches), temperature=1.0)
         loss = -scores.logprobs_N.sum() / n_tokens

@@ -88,9 +88,7 @@ class Updater:
                 self._minibatch(chunk, flags, old, metrics)
         return {**metrics.result(), "train/learning_rate": lr}
 
-    def _minibatch(
-        self, samples: list[Sample], used: list[bool], old: dict[int, Tensor], metrics: _Sums
-    ) -> None:
+    def _minibatch(self, samples: list[Sample], used: list[bool], old: dict[int, Tensor], metrics: _Sums) -> None:
         computed = _only(samples, used)
         if not computed:
             return
