@@ -3,8 +3,8 @@
 PYTHON ?= python3
 TORCH := 2.13.0
 BIN := .venv/bin
-# Made anew when pyproject.toml changes, and only then.
 TORCHVISION := .venvs/torchvision/torchvision
+# Made anew when pyproject.toml changes, and only then.
 STAMP := .venv/installed-$(shell cksum < pyproject.toml | tr ' ' '-')
 
 .PHONY: setup demo test test-slow lint clean

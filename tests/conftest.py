@@ -116,7 +116,7 @@ def start_clew(*arguments: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def finish_clew(process: subprocess.Popen[str], timeout: float = 300) -> Outcome:
+def finish_clew(process: subprocess.Popen[str], timeout: float = 900) -> Outcome:
     """Waits for the end of a command."""
     out, err = process.communicate(timeout=timeout)
     return Outcome(process.returncode, out, err)

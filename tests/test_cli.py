@@ -373,14 +373,15 @@ def test_doctor_names_what_is_missing(clew: Command, monkeypatch: pytest.MonkeyP
 
 
 def test_sft_writes_an_ordinary_model_folder_with_a_card(tiny_model: Path) -> None:
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     from clew.checkpoint import verify
     from clew.policy.paths import base_fingerprint
 
     verify(tiny_model)
     assert not tiny_model.with_name("model.work").exists()
-    AutoProcessor.from_pretrained(tiny_model)
+    AutoTokenizer.from_pretrained(tiny_model)
+    AutoImageProcessor.from_pretrained(tiny_model)
     model = AutoModelForImageTextToText.from_pretrained(tiny_model)
     facts = json.loads((tiny_model / "sft.json").read_text())
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())

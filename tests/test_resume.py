@@ -15,7 +15,7 @@ from conftest import Outcome, contents, finish_clew, start_clew
 KILLS = 20
 
 
-def wait_for(process: subprocess.Popen[str], *texts: str, timeout: float = 300) -> None:
+def wait_for(process: subprocess.Popen[str], *texts: str, timeout: float = 900) -> None:
     """Reads the output of a process up to the line that holds one of ``texts``."""
     assert process.stdout is not None
     watchdog = threading.Timer(timeout, process.kill)

@@ -111,6 +111,24 @@ def training_tasks(env: ImageEnv, held_out: frozenset[str], seed: int, position:
             )
 
 
+def take_distinct(tasks: Iterator[tuple[int, Task]], n: int) -> list[tuple[int, Task]]:
+    """The next ``n`` tasks of a stream with content of their own: a group is one maze, so a step shows it once.
+
+    Raises:
+        UserError: there are hardly ``n`` different mazes to train on.
+    """
+    drawn: dict[str, tuple[int, Task]] = {}
+    for _ in range(_SKIPS_IN_A_ROW):
+        position, task = next(tasks)
+        drawn.setdefault(task.content_hash, (position, task))
+        if len(drawn) == n:
+            return list(drawn.values())
+    raise UserError(
+        f"training.prompts_per_step: only {len(drawn)} different mazes were found for a step of {n}; "
+        "ask for fewer, or make environment.size larger"
+    )
+
+
 def refuse_overlap(name: str, tasks: Iterable[Task], held_out: frozenset[str]) -> None:
     """Refuses a user's own task list that contains held-out content.
 

@@ -184,7 +184,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     rows: list[tuple[str, Score | None]] = [
         (_at(summary, "baseline", "before training"), look_up.score(summary.get("baseline"))),
         (_at(summary, "best", "best evaluation"), look_up.score(summary.get("best"))),
-        ("best, played again with fresh sampling seeds", look_up.score(confirmed)),
+        ("best, again with fresh sampling seeds", look_up.score(confirmed)),
         ("best, on unseen mazes", look_up.score(confirmed, "unseen_")),
         (_at(summary, "final", "last"), look_up.score(summary.get("final"))),
     ]

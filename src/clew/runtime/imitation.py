@@ -208,8 +208,9 @@ that errs in {sft["random_moves"]:.0%} of its turns. Reinforcement learning star
 |---|---|
 {table}
 
-It is an ordinary Hugging Face folder: `AutoProcessor` and `AutoModelForImageTextToText` load it. Every maze
-of the evaluation suites was kept out of its demonstrations, by content. All settings are in `{FACTS}`.
+It is an ordinary Hugging Face folder: `AutoModelForImageTextToText` and `AutoProcessor` (which needs
+torchvision) load it. Every maze of the evaluation suites was kept out of its demonstrations, by content.
+All settings are in `{FACTS}`.
 """
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import resource
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from clew.checkpoint import append_jsonl
 from clew.envs.registry import make_env
-from clew.envs.suites import training_tasks
+from clew.envs.suites import take_distinct, training_tasks
 from clew.errors import Interrupted
 from clew.evaluation.evaluate import Result
 from clew.evaluation.evaluator import Evaluator, environment_settings
@@ -106,7 +105,7 @@ def train(
         # Play: every task by a whole group, all under one policy version.
         version = current_adapter(policy, step - 1)
         engine.load_adapter(version)
-        drawn = list(itertools.islice(tasks, recipe.training.prompts_per_step))
+        drawn = take_distinct(tasks, recipe.training.prompts_per_step)
         attempts = [(task, k) for _, task in drawn for k in range(recipe.algorithm.group_size)]
         trajectories = play(
             engine,
