@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,30 +95,31 @@ def rope_positions(
     Raises:
         ValueError: the placeholders do not match the grids.
     """
-    ids = np.asarray(token_ids)
-    positions = np.empty((3, len(ids)), np.int64)
-    starts = iter(np.flatnonzero(ids == image_token_id).tolist())
-    done, current = 0, 0
-    for t, h, w in grids:
-        h, w = h // merge_size, w // merge_size
-        start = next(starts, None)
-        count = t * h * w
-        if start is None or not (ids[start : start + count] == image_token_id).all() or start + count > len(ids):
-            raise ValueError(f"image placeholders do not match the grids {grids}")
-        for _ in range(count - 1):
-            next(starts, None)
-        text = start - done
-        positions[:, done:start] = current + np.arange(text)
-        current += text
-        positions[0, start : start + count] = current
-        positions[1, start : start + count] = current + np.tile(np.repeat(np.arange(h), w), t)
-        positions[2, start : start + count] = current + np.tile(np.arange(w), t * h)
-        current += max(h, w)
-        done = start + count
-    if next(starts, None) is not None:
+    places = np.flatnonzero(np.asarray(token_ids) == image_token_id)
+    sides = [(t, h // merge_size, w // merge_size) for t, h, w in grids]
+    ends = np.cumsum([t * h * w for t, h, w in sides], dtype=np.int64)
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    if len(places) > (ends[-1] if sides else 0):
         raise ValueError(f"more image placeholders than the grids {grids} account for")
-    positions[:, done:] = current + np.arange(len(ids) - done)
+    if sides and (len(places) < ends[-1] or (places[ends - 1] - places[starts] != ends - 1 - starts).any()):
+        raise ValueError(f"image placeholders do not match the grids {grids}")
+    # How far each token moves the position of the next one: text by 1, an image by its larger side, at its end.
+    moves = np.ones(len(token_ids), np.int64)
+    moves[places] = 0
+    if sides:
+        moves[places[ends - 1]] = [max(h, w) for _, h, w in sides]
+    positions = np.tile(np.cumsum(moves) - moves, (3, 1))
+    if sides:
+        positions[:, places] += np.concatenate([_image_offsets(*side) for side in sides], axis=1)
     return positions
+
+
+@lru_cache(maxsize=256)
+def _image_offsets(t: int, h: int, w: int) -> np.ndarray:
+    """Positions of an image's tokens relative to its first: int64 [3, t * h * w]."""
+    return np.stack(
+        [np.zeros(t * h * w, np.int64), np.tile(np.repeat(np.arange(h), w), t), np.tile(np.arange(w), t * h)]
+    )
 
 
 @dataclass(frozen=True)

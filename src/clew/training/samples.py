@@ -60,7 +60,7 @@ def _anchor(frame: bytes) -> int:
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Counts and means over all trajectories of a step (see docs/metrics.md)."""
+    """Counts and means over all trajectories of a step (see docs/run-directory.md)."""
     counted = [t for t in trajectories if t.stop_reason and not t.stop_reason.infrastructure]
     answers = [t.token_ids[turn.start : turn.end] for t in counted for turn in t.turns if turn.end > turn.start]
     reasons = Counter(t.stop_reason for t in trajectories)
