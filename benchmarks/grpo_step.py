@@ -1,7 +1,7 @@
 """One whole GRPO step (rollout, loss, optimizer) of Clew against TRL's GRPOTrainer doing the same work.
 
     benchmarks/setup_trl.sh
-    .venv-trl/bin/python benchmarks/grpo_step.py [--model FOLDER] [--form episodes|single-turns] [--repeats 5]
+    .venvs/trl/bin/python benchmarks/grpo_step.py [--model FOLDER] [--form episodes|single-turns] [--repeats 5]
 
 Compared, in one process, step by step in turn, after one step each that is not counted:
 
@@ -303,7 +303,8 @@ def main() -> None:
                     trajectories = clew.step(index, chosen, settings, all_groups=name != "clew")
                 if index:
                     work[name].add(trajectories)
-            print(f"step {index}: " + ", ".join(f"{n} {s[-1]:.2f} s" for n, s in watch.seconds.items() if n in names))
+            if index:
+                print(f"step {index}: " + ", ".join(f"{n} {watch.seconds[n][-1]:.2f} s" for n in names))
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(bench, same_lora, tasks, steps, single, options.trl_rows, folder)
