@@ -117,8 +117,7 @@ def evaluate(
     return Result(suite.name, mode, step, [_episode(t) for t in trajectories], trajectories)
 
 
-def _episode(trajectory: Trajectory) -> dict[str, Any]:
-    answered = [t for t in trajectory.turns if t.end > t.start]
+def _outcome(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "seed": trajectory.task.seed,
         "content_hash": trajectory.task.content_hash,
@@ -126,6 +125,13 @@ def _episode(trajectory: Trajectory) -> dict[str, Any]:
         "success": trajectory.success,
         "reward": trajectory.reward,
         "stop_reason": str(trajectory.stop_reason),
+    }
+
+
+def _episode(trajectory: Trajectory) -> dict[str, Any]:
+    answered = [t for t in trajectory.turns if t.end > t.start]
+    return {
+        **_outcome(trajectory),
         "turns": len(answered),
         "actions": [parse_action(t.answer) or t.answer for t in answered],
     }
@@ -218,12 +224,7 @@ def write_result(run_dir: Path, result: Result, tokenizer: Any = None) -> None:
 def replay(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
     """An episode with its frames (PNG, base64) and every token with its mask and log-probability."""
     return {
-        "seed": trajectory.task.seed,
-        "content_hash": trajectory.task.content_hash,
-        "path_length": trajectory.path_length,
-        "success": trajectory.success,
-        "reward": trajectory.reward,
-        "stop_reason": str(trajectory.stop_reason),
+        **_outcome(trajectory),
         "policy_version": trajectory.policy_version,
         "turns": [
             {"frame": _png(t.frame), "text": t.text, "answer": t.answer, "feedback": t.feedback}
