@@ -27,7 +27,7 @@ LEAVES = [key for key, entry in KEYS.items() if entry.field is not None]
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 count = st.integers(1, 2**63 - 1)
-number = st.floats(1e-300, 1e300, allow_nan=False)
+number = st.floats(1e-37, 1e38, allow_nan=False)  # what single precision holds
 fraction = st.floats(0, 1)
 names = st.lists(text, min_size=1, unique=True, max_size=3).map(tuple)
 

@@ -41,6 +41,7 @@ _FULL = {
 _PLACE = {
     errno.EACCES: "no permission to write there",
     errno.EPERM: "no permission to write there",
+    errno.ENOENT: "there is no such place, and it can't be made",
     errno.ENOTDIR: "a part of this path is a file, not a directory",
     errno.EISDIR: "this is a directory, not a file",
     errno.ENAMETOOLONG: "the name is too long",

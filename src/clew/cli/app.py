@@ -96,6 +96,7 @@ def evaluate(
     """Play fixed suites of tasks and count what is solved."""
     from clew.cli.evaluate import run_eval
 
+    place.run_dir = run
     run_eval(overrides or [], run, model, adapter, suite, policy, json_file)
 
 
@@ -111,12 +112,12 @@ def sft(
     from rich.console import Console
 
     from clew.recipe import load_recipe
-    from clew.runtime.imitation import run_sft
+    from clew.runtime.imitation import run_sft, work_folder
     from clew.runtime.run_directory import file_name
 
     loaded = load_recipe(recipe, overrides or ())
     folder = out or Path("runs") / f"{file_name(loaded)}-sft-seed{loaded.sft.seed}"
-    place.run_dir = folder.with_name(f"{folder.name}.work")
+    place.run_dir = work_folder(folder)
     run_sft(loaded, folder, Console(), shlex.join(["clew", "sft", recipe, *(overrides or [])]))
 
 
@@ -129,6 +130,7 @@ def export(
     """Copy an adapter out of a run, ready to serve."""
     from clew.runtime.adapters import copy_adapter
 
+    place.run_dir = run
     print(f"adapter: {copy_adapter(run, step, to)}")
 
 
@@ -137,6 +139,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
     """Write report.html of a run, finished or not."""
     from clew.report.html import write_report
 
+    place.run_dir = run
     print(f"report: {write_report(run)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rich import box
@@ -14,7 +15,7 @@ from clew.errors import UserError
 from clew.recipe import Recipe, load_recipe
 from clew.report.progress import Progress
 from clew.runtime.adapters import exported_steps, find_adapter
-from clew.runtime.local import check_supported, prepare_process
+from clew.runtime.local import check_parts, check_supported, prepare_process
 from clew.runtime.run_directory import RECIPE
 
 
@@ -38,11 +39,16 @@ def run_eval(
         raise UserError("give --run DIR or --model PATH, or a --policy that needs no model")
     if json_file is not None and json_file.is_dir():
         raise UserError(f"--json {json_file} is a folder: name a file")
+    if json_file is not None:  # said now and not after minutes of play
+        place = next(folder for folder in Path(os.path.abspath(json_file)).parents if folder.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise UserError(f"--json {json_file} can't be written: {place} is a file or closed to you; name another")
     recipe, step = _recipe(overrides, run, model, suite), 0
     check_supported(recipe)
     if run is not None and policy == "model" and adapter is None:
         step, adapter = find_adapter(run, "best")
     prepare_process(recipe)
+    check_parts(recipe, with_model=policy == "model")
     from clew.runtime.evaluation import Subject, evaluate_subject, record
 
     console = Console()

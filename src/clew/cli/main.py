@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import traceback
@@ -12,9 +13,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from typer.exceptions import TyperException
-
-from clew.cli.app import app, place
 from clew.errors import Interrupted, UserError
 
 FAULTS = "faults.log"
@@ -27,14 +25,11 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command; returns its exit code. No traceback for what the user can mend."""
-    place.run_dir = None
     again = shlex.join(["clew", *(argument for argument in arguments if argument != "--fresh")])
     try:
-        code = app(list(arguments), prog_name="clew", standalone_mode=False)
+        code = _call(arguments)
     except UserError as error:
         return _say(f"error: {error}", 2)
-    except TyperException as error:  # an unknown command or option, a value of the wrong kind
-        return _say(f"error: {error.format_message()} (see clew --help)", 2)
     except Interrupted as stopped:
         return _say(f"stopped after step {stopped.step}; all of it is saved, to go on: {again}", 130)
     except KeyboardInterrupt:
@@ -46,6 +41,19 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _call(arguments: Sequence[str]) -> object:
+    # Imported here: these imports take a moment, in which Ctrl-C must not end in a traceback either.
+    from typer.exceptions import TyperException
+
+    from clew.cli.app import app, place
+
+    place.run_dir = None
+    try:
+        return app(list(arguments), prog_name="clew", standalone_mode=False)
+    except TyperException as error:  # an unknown command or option, a value of the wrong kind
+        raise UserError(f"{error.format_message()} (see clew --help)") from error
+
+
 def _say(text: str, code: int) -> int:
     print("clew: " + " ".join(text.split()), file=sys.stderr)
     return code
@@ -54,10 +62,17 @@ def _say(text: str, code: int) -> int:
 def _fault(error: Exception) -> int:
     """One line on the console; the traceback goes where the run is, if there is one."""
     from clew.checkpoint.staging import write_error
+    from clew.cli.app import place
 
     folder = place.run_dir
     if (full := write_error(error, folder or Path.cwd())) is not None:  # met where nothing else catches it
         return _say(f"error: {full}", 2)
+    if folder is not None and isinstance(error, OSError) and _inside(error.filename, folder):
+        return _say(
+            f"error: {error.filename}: {error.strerror}; mend that, then run the same command again "
+            "(nothing that was saved is lost)",
+            2,
+        )
     summary = f"fault: {type(error).__name__}: {error}"
     details = "".join(traceback.format_exception(error))
     # Writing can fail for the same reason as the run did.
@@ -65,6 +80,10 @@ def _fault(error: Exception) -> int:
         return _say(f"{summary} (the traceback is in {path})", 1)
     print(details, file=sys.stderr, end="")
     return _say(summary, 1)
+
+
+def _inside(name: object, folder: Path) -> bool:
+    return isinstance(name, str) and Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder))
 
 
 def _note_down(folder: Path, details: str) -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def attach_lora(
         UserError: no module has such a name.
     """
     inside = r"model\.(language_model|visual)\." if vision else r"model\.language_model\."
-    leaves = "|".join(_linear_names(vlm.model, vision) if target == "all-linear" else target)
+    leaves = "|".join(map(re.escape, _linear_names(vlm.model, vision) if target == "all-linear" else target))
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -117,7 +118,10 @@ def attach_lora(
         try:
             policy = get_peft_model(vlm.model, config).eval()
         except ValueError as error:
-            raise UserError(f"model.lora.target: no module of the language model is called {target!r}") from error
+            raise UserError(
+                f"model.lora.target: no linear layer of the language model is called {' or '.join(target)}; "
+                f"there are {', '.join(_linear_names(vlm.model, vision))}"
+            ) from error
     config.base_model_name_or_path = vlm.path  # PEFT puts what the model object was loaded from, if anything
     return policy
 

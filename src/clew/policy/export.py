@@ -59,33 +59,39 @@ def export_adapter(adapter: Adapter, folder: Path, card: dict[str, Any], effect:
         write_adapter(adapter, staging)
         (staging / "README.md").write_text(model_card(adapter, card, effect))
 
-    facts = {"adapter": adapter.name, "sha256": adapter.content_hash}
-    _set_aside_other(folder, facts)
-    write_directory(folder, write, facts)
+    facts = {
+        "adapter": adapter.name,
+        "sha256": adapter.content_hash,
+        "base_model": card["base_model"],
+        "base_sha256": card["base_sha256"],
+    }
+    if not _is_there(folder, facts):
+        write_directory(folder, write, facts)
     if tensors_hash(read_adapter(folder).tensors) != adapter.content_hash:
         raise UserError(f"{folder}: the exported weights differ from the trained ones; is the disk damaged?")
     return folder
 
 
-def _set_aside_other(folder: Path, facts: dict[str, Any]) -> None:
-    """Renames an export of the same step with other weights, so that a run can go on.
+def _is_there(folder: Path, facts: dict[str, Any]) -> bool:
+    """Whether this very adapter is exported already; an export of the same step that differs is renamed.
 
-    It is left by a process that died between this export and its next checkpoint, on a device that does not repeat
-    its bits. Nothing saved is lost, and the name stays free for one set of weights at a time.
+    That one is left by a process that died between this export and its next checkpoint, on a device that does not
+    repeat its bits, or when the base model lay elsewhere. Nothing saved is lost, and a run can go on.
     """
     try:
         found = verify(folder).facts
     except DamagedCheckpoint:
-        return  # absent or partial: write_directory deals with it
+        return False  # absent or partial: write_directory deals with it
     if found != facts:
         aside = next(p for n in itertools.count(1) if not (p := Path(f"{folder}.superseded-{n}")).exists())
         folder.rename(aside)
         log.warning(
-            "%s held other weights of this step (%s); they are kept in %s",
+            "%s held another export of this step (%s); it is kept in %s",
             folder,
             found.get("adapter"),
             aside,
         )
+    return found == facts
 
 
 def model_card(adapter: Adapter, card: dict[str, Any], effect: float) -> str:

@@ -53,12 +53,18 @@ def _model_path(value: str) -> str:
     return value
 
 
+def _single(value: float) -> float:
+    if value and not 1e-37 <= abs(value) <= 1e38:
+        raise ValueError("zero or infinite in single precision, in which the run computes")
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
 ModelPath = Annotated[Text, AfterValidator(_model_path), Allowed(f'a folder, or "{WARM_START}"')]
 Positive = Annotated[int, Field(ge=1, le=INT_MAX)]
 NonNegative = Annotated[int, Field(ge=0, le=INT_MAX)]
-PositiveNumber = Annotated[float, Field(gt=0)]
-NonNegativeNumber = Annotated[float, Field(ge=0)]
+PositiveNumber = Annotated[float, Field(gt=0), AfterValidator(_single)]
+NonNegativeNumber = Annotated[float, Field(ge=0), AfterValidator(_single)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Size = Annotated[tuple[int, int], BeforeValidator(_size), Allowed("[rows, cols] or one whole number, each side >= 2")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a list of one or more different names")]
@@ -263,7 +269,7 @@ class RuntimeTable(Table):
     """Whether engines share the policy workers' devices."""
     shared_dir: Annotated[str | None, Field(min_length=1)] = None
     """Folder that every machine sees, for adapters and data sets; left out: the run directory."""
-    threads: NonNegative = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of a process; 0 means all cores."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,14 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from clew.checkpoint import write_file_atomic
 from clew.errors import UserError
 from clew.report import charts, episodes, figures, story
 from clew.report.progress import duration
 from clew.report.reader import SAMPLED, Run, Score, number
 
+_PARTS = ("recipe.toml", "metrics.jsonl", "timing.jsonl", "summary.json", "eval", "replays", "adapters", "checkpoints",
+          "report.html", ".lock")  # fmt: skip
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -34,15 +36,19 @@ def write_report(run_dir: Path) -> Path:
         The path of the report. It replaces an older one in a single step.
 
     Raises:
-        UserError: ``run_dir`` is no directory.
+        UserError: ``run_dir`` is no directory, or holds other things.
     """
     if not run_dir.is_dir():
         raise UserError(f"{run_dir} is no run directory: give the folder that `clew train` wrote (--run DIR)")
+    others = sorted(entry.name for entry in run_dir.iterdir())
+    if others and not any((run_dir / name).exists() for name in _PARTS):
+        raise UserError(
+            f"{run_dir} holds other things ({', '.join(others[:3])}) and nothing of a run: "
+            "give the folder that `clew train` wrote"
+        )
     page = render(Run.read(run_dir))
     target = run_dir / "report.html"
-    beside = run_dir / ".report.html.part"
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, target)
+    write_file_atomic(target, page)
     return target
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from clew.agent.ledger import StopReason, Trajectory, Turn
 from clew.agent.template import ChatTemplate
 from clew.envs.base import ImageEnv, Observation, Task
+from clew.errors import UserError
 from clew.policy.vision import FramePatcher
 from clew.rollout.engine import Completion, Engine, Sampling, derive_seed
 
@@ -57,6 +58,8 @@ class _Episode:
         try:
             self.env = self.make_env()
             observation, info = self.env.reset(self.task.seed)
+        except UserError:  # the recipe's fault: a second try would not help
+            raise
         except Exception:
             self._crashed("reset")
             return

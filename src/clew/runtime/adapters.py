@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -43,7 +44,7 @@ def find_adapter(run_dir: Path, step: str) -> tuple[int, Path]:
         raise UserError(f"{run_dir} has exported no adapter yet: go on with clew train until it has")
     if step == "best":
         number = _best(run_dir, steps)
-    elif step.isdecimal():
+    elif step.isdecimal() and len(step) < 19:
         number = int(step)
     else:
         raise UserError(f'--step {step}: give "best" or the number of a step')
@@ -59,7 +60,7 @@ def _best(run_dir: Path, steps: list[int]) -> int:
 
     rates = {
         line["step"]: line["eval/all/pass_at_1"]
-        for line in read_jsonl(run_dir / "metrics.jsonl")
+        for line in read_jsonl(run_dir / "metrics.jsonl", "step")
         if "eval/all/pass_at_1" in line and line["step"] in steps
     }
     if not rates:
@@ -75,6 +76,10 @@ def copy_adapter(run_dir: Path, step: str, to: Path) -> Path:
     """
     _, source = find_adapter(run_dir, step)
     facts = verify(source).facts
+    if Path(os.path.abspath(source)) in Path(os.path.abspath(to)).parents:
+        raise UserError(f"--to {to} is inside the adapter that is to be copied: name a folder elsewhere")
+    if to.is_dir() and not (to / MANIFEST).exists() and (others := sorted(e.name for e in to.iterdir())):
+        raise UserError(f"--to {to} holds other things ({', '.join(others[:3])}): name a new or an empty folder")
 
     def write(staging: Path) -> None:
         shutil.copytree(source, staging, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clew.checkpoint import DamagedCheckpoint, read_manifest
 from clew.envs.navigators import REFERENCES
 from clew.envs.suites import maze_suite
 from clew.errors import UserError
@@ -14,7 +15,7 @@ from clew.evaluation.evaluate import Result, reference
 from clew.evaluation.evaluator import Evaluator, environment_settings
 from clew.policy.adapter import Adapter, read_adapter
 from clew.policy.model import VisionLanguageModel, load_model
-from clew.policy.paths import resolve_device, resolve_dtype, resolve_model_path
+from clew.policy.paths import base_fingerprint, resolve_device, resolve_dtype, resolve_model_path
 from clew.policy.vision import FeatureCache
 from clew.recipe import Recipe
 from clew.rollout.episodes import Player
@@ -55,6 +56,7 @@ def evaluate_subject(recipe: Recipe, subject: Subject, on_result: Callable[[Resu
     if subject.adapter is not None:
         adapter = read_adapter(subject.adapter)
         refuse_foreign_adapter(adapter, subject.adapter, vlm)
+        refuse_other_weights(subject.adapter, vlm)
     evaluator = make_evaluator(recipe, vlm, adapter, on_result)
     return [evaluator.regular(subject.step), *evaluator.thorough(subject.step)]
 
@@ -86,6 +88,23 @@ def refuse_foreign_adapter(adapter: Adapter, path: Path, vlm: VisionLanguageMode
             )
 
 
+def refuse_other_weights(path: Path, vlm: VisionLanguageModel) -> None:
+    """Checks the base model of an adapter that Clew exported: another of the same shape gives no error by itself.
+
+    Raises:
+        UserError: the adapter was trained on other weights.
+    """
+    try:
+        facts = read_manifest(path).facts
+    except DamagedCheckpoint:  # an adapter from elsewhere has none
+        return
+    if facts.get("base_sha256") not in (None, base_fingerprint(vlm.path)):
+        raise UserError(
+            f"--adapter {path} belongs to another model than {vlm.path} (its weights have another SHA-256): "
+            f"its own is {facts.get('base_model')}"
+        )
+
+
 def record(recipe: Recipe, subject: Subject, results: list[Result]) -> dict[str, Any]:
     """What ``clew eval --json`` writes."""
     return {
@@ -102,6 +121,10 @@ def record(recipe: Recipe, subject: Subject, results: list[Result]) -> dict[str,
 def _reference(recipe: Recipe, name: str, policy: str, on_result: Callable[[Result], None]) -> Result:
     table = recipe.evaluation
     size = table.confirm_size if name == "unseen" else table.size
-    result = reference(maze_suite(name, environment_settings(recipe.environment), size), policy, recipe.training.seed)
+    try:
+        suite = maze_suite(name, environment_settings(recipe.environment), size)
+    except ValueError as error:
+        raise UserError(f"[environment]: suite {name!r} can't be made ({error})") from error
+    result = reference(suite, policy, recipe.training.seed)
     on_result(result)
     return result

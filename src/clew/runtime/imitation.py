@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -33,8 +34,8 @@ from clew.policy.paths import base_fingerprint, resolve_device
 from clew.recipe import Recipe
 from clew.report.progress import duration
 from clew.runtime.evaluation import make_evaluator
-from clew.runtime.local import cores, prepare_process
-from clew.runtime.run_directory import RECIPE, refuse_changed_recipe
+from clew.runtime.local import check_parts, cores, prepare_process
+from clew.runtime.run_directory import RECIPE, check_run_dir, refuse_changed_recipe
 from clew.training.run_state import read_jsonl
 from clew.training.sft import SftProgress, new_model, train_sft
 
@@ -59,10 +60,13 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
     if out.exists():
         return _show_finished(recipe, out, console)
     prepare_process(recipe)
-    work = Path(f"{os.path.abspath(out)}.work")
+    check_parts(recipe, with_model=False)
+    work = work_folder(out)
+    check_run_dir(work, "--out: its work folder")  # which is deleted at the end
+    _demonstrated(recipe)
     with RunLock(work):
         clean_staging(work)
-        refuse_changed_recipe(recipe, work)
+        refuse_changed_recipe(recipe, work, f"choose another --out, or remove {work}")
         write_file_atomic(work / RECIPE, recipe.to_toml())
         if not (work / "init").is_dir():
             write_directory(work / "init", lambda folder: new_model(folder, recipe.sft.seed), {})
@@ -75,9 +79,26 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
     return facts
 
 
-def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console) -> None:
+def work_folder(out: Path) -> Path:
+    """Where the unfinished work on a model folder lies: beside it."""
+    return Path(f"{os.path.abspath(out)}.work")
+
+
+def _demonstrated(recipe: Recipe) -> MazeEnv:
+    """The environment of the demonstrations.
+
+    Raises:
+        UserError: no demonstration fits into ``sft.episode_turns``.
+    """
     # The navigator's own cap: only the agent has to arrive within environment.max_turns.
-    env = MazeEnv(**{**environment_settings(recipe.environment), "max_turns": recipe.sft.episode_turns})
+    try:
+        return MazeEnv(**{**environment_settings(recipe.environment), "max_turns": recipe.sft.episode_turns})
+    except ValueError as error:
+        raise UserError(f"sft.episode_turns = {recipe.sft.episode_turns}: {error}; raise it") from error
+
+
+def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console) -> None:
+    env = _demonstrated(recipe)
     held_out = make_evaluator(recipe, vlm, None, lambda result: None).held_out()
     store = CheckpointStore(work / "checkpoints", keep=1)
     latest = store.latest()
@@ -91,6 +112,11 @@ def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Consol
     recent: list[SftProgress] = []
 
     def report(progress: SftProgress) -> None:
+        if not math.isfinite(progress.loss):
+            raise UserError(
+                f"the loss of step {progress.step} is {progress.loss}: lower sft.muon_learning_rate or "
+                "sft.adamw_learning_rate, and choose another --out"
+            )
         line = {
             "loss": progress.loss,
             "answer_probability": progress.answer_probability,
@@ -125,7 +151,7 @@ def _measure(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Cons
     only_main = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"suites": (suite,)})})
     greedy = make_evaluator(only_main, vlm, None, lambda result: None).thorough(0)[0]
     _say(console, f"{suite}, greedy: {greedy.solved}/{greedy.total}")
-    lines = read_jsonl(work / PROGRESS)
+    lines = read_jsonl(work / PROGRESS, "loss", "answer_probability", "seconds")
     return {
         "command": command,
         "recipe": recipe.name,

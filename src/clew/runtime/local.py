@@ -52,7 +52,7 @@ def run_local(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> d
             return summary
     # All that may be wrong with the input is found before a directory is made or moved.
     prepare_process(recipe)
-    _check_parts(recipe)
+    check_parts(recipe)
     if fresh and (aside := set_aside(run_dir)) is not None:
         _say(console, f"the run that was here is kept in {aside}")
     with RunLock(run_dir):
@@ -77,6 +77,11 @@ def check_supported(recipe: Recipe) -> None:
             f'rollout.engine = "{recipe.rollout.engine}" is not in this version yet: '
             'use rollout.engine = "transformers"'
         )
+    if recipe.model.lora.vision:
+        raise UserError(
+            "model.lora.vision = true is not in this version yet (its engine adapts the language model only): "
+            "use model.lora.vision = false"
+        )
 
 
 def cores() -> int:
@@ -96,14 +101,22 @@ def prepare_process(recipe: Recipe) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls into it
 
 
-def _check_parts(recipe: Recipe) -> None:
-    """Finds bad names in the recipe that only the parts themselves know."""
+def check_parts(recipe: Recipe, with_model: bool = True) -> None:
+    """Finds bad names in the recipe that only the parts themselves know.
+
+    Args:
+        with_model: the model is used too, and not only a device to put one on.
+
+    Raises:
+        UserError: names the key.
+    """
     from clew.envs.registry import make_env
     from clew.envs.suites import suite_settings
     from clew.evaluation.evaluator import environment_settings
     from clew.policy.paths import resolve_device, resolve_model_path
 
-    resolve_model_path(recipe.model.path)
+    if with_model:
+        resolve_model_path(recipe.model.path)
     resolve_device(recipe)
     settings = environment_settings(recipe.environment)
     make_env(recipe.environment.id, **settings).close()

@@ -37,25 +37,27 @@ def has_results(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in _RESULTS)
 
 
-def check_run_dir(run_dir: Path) -> None:
-    """Refuses a path that is no place for a run.
+def check_run_dir(run_dir: Path, option: str = "--run") -> None:
+    """Refuses a path that is no place for a run; ``option`` is how the user named it.
 
     Raises:
         UserError: it is a file, or a folder that holds other things.
     """
     if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"--run {run_dir} is a file: name a folder, new or of an earlier run")
+        raise UserError(f"{option} {run_dir} is a file: name a folder, new or of an earlier run")
     if not run_dir.is_dir() or (run_dir / RECIPE).is_file():
         return
     others = sorted(e.name for e in run_dir.iterdir() if e.name != LOCK_NAME and not e.name.startswith(PREFIX))
     if others:
         raise UserError(
-            f"--run {run_dir} holds other things ({', '.join(others[:3])}) and no {RECIPE}: "
+            f"{option} {run_dir} holds other things ({', '.join(others[:3])}) and no {RECIPE}: "
             "name a new folder, or one of an earlier run"
         )
 
 
-def refuse_changed_recipe(recipe: Recipe, run_dir: Path) -> None:
+def refuse_changed_recipe(
+    recipe: Recipe, run_dir: Path, remedy: str = "choose another --run, or start again with --fresh"
+) -> None:
     """Compares a recipe with that of the run in the directory, if anything was computed there.
 
     Raises:
@@ -63,12 +65,13 @@ def refuse_changed_recipe(recipe: Recipe, run_dir: Path) -> None:
     """
     if not (run_dir / RECIPE).is_file() or not has_results(run_dir):
         return
-    changed = differences(load_recipe(str(run_dir / RECIPE)), recipe)
+    try:
+        own = load_recipe(str(run_dir / RECIPE))
+    except UserError as error:
+        raise UserError(f"{error}: it is the recipe of the run there; restore it from a copy, or {remedy}") from error
+    changed = differences(own, recipe)
     if changed:
-        raise UserError(
-            f"{run_dir} holds a run of another recipe ({'; '.join(changed)}): "
-            "undo the change, choose another --run, or start again with --fresh"
-        )
+        raise UserError(f"{run_dir} holds a run of another recipe ({'; '.join(changed)}): undo the change, {remedy}")
 
 
 def finished_summary(recipe: Recipe, run_dir: Path) -> dict[str, Any] | None:
@@ -108,6 +111,8 @@ def set_aside(run_dir: Path) -> Path | None:
     if not run_dir.exists():
         return None
     run_dir = Path(os.path.abspath(run_dir))
+    if Path.cwd().is_relative_to(run_dir.resolve()):  # renamed, it would stay what this process calls "."
+        raise UserError(f"--fresh renames {run_dir}, in which this command was started: start it from outside")
     with RunLock(run_dir):
         aside = next(p for n in range(1, 10**6) if not (p := Path(f"{run_dir}.old-{n}")).exists())
         os.rename(run_dir, aside)

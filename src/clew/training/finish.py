@@ -10,10 +10,11 @@ from typing import Any
 
 from peft import PeftModel
 
-from clew.checkpoint import write_file_atomic
+from clew.checkpoint import DamagedCheckpoint, verify, write_file_atomic
+from clew.errors import UserError
 from clew.evaluation.evaluate import Result
 from clew.evaluation.evaluator import Evaluator
-from clew.policy.adapter import current_adapter, read_adapter
+from clew.policy.adapter import Adapter, current_adapter, read_adapter
 from clew.recipe import Recipe
 from clew.report.cost import cost
 from clew.rollout.transformers_engine import TransformersEngine
@@ -33,10 +34,10 @@ def finish(
     best = state.best_step
     assert best is not None, "the last step is always evaluated"
     final = current_adapter(policy, state.step)
-    engine.load_adapter(final if best == state.step else read_adapter(run_dir / "adapters" / f"step-{best:06d}"))
+    engine.load_adapter(final if best == state.step else _read_best(run_dir / "adapters" / f"step-{best:06d}"))
     again, unseen = evaluator.confirm(best)
     sight = evaluator.sight(best) if recipe.evaluation.sight else {}
-    lines = read_jsonl(run_dir / "metrics.jsonl")
+    lines = read_jsonl(run_dir / "metrics.jsonl", "step")
     trained = [line for line in lines if line["step"] > 0]
     wall_s = _wall_seconds(run_dir, state.session, time.monotonic() - session_began)
     summary = {
@@ -75,7 +76,7 @@ def finish(
 def _wall_seconds(run_dir: Path, session: int, this_session: float) -> float:
     """Seconds of all sessions of this run together; of an interrupted one, up to its last finished step."""
     elapsed: dict[int, float] = {}
-    for line in read_jsonl(run_dir / "timing.jsonl"):
+    for line in read_jsonl(run_dir / "timing.jsonl", "session", "elapsed_s"):
         elapsed[line["session"]] = max(elapsed.get(line["session"], 0.0), line["elapsed_s"])
     elapsed[session] = this_session
     return sum(elapsed.values())
@@ -90,8 +91,28 @@ def _pair(result: Result) -> dict[str, int]:
 
 
 def _read_all(folder: Path) -> list[dict[str, Any]]:
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    return [{k: r[k] for k in ("suite", "mode", "step", "solved", "total", "ci95")} for r in records]
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            rows.append({k: found[k] for k in ("suite", "mode", "step", "solved", "total", "ci95")})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path} is damaged ({type(error).__name__}): restore it from a copy, or remove it to go on without it"
+            ) from error
+    return rows
+
+
+def _read_best(folder: Path) -> Adapter:
+    try:
+        verify(folder)
+    except DamagedCheckpoint as damage:
+        wrong = "; ".join(damage.problems[:3])
+        raise UserError(
+            f"{folder}, the adapter of the best step, is damaged ({wrong}), and the run can't be finished without it: "
+            "restore it from a copy, or start again with --fresh"
+        ) from damage
+    return read_adapter(folder)
 
 
 def device_name(engine: TransformersEngine) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from clew.policy.adapter import restore_adapter
 from clew.policy.paths import base_fingerprint, resolve_model_path
 from clew.recipe import Recipe
 
+log = logging.getLogger(__name__)
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.pt", "state.json"
 
 
@@ -39,7 +41,8 @@ class RunState:
         self.base_sha256 = base_fingerprint(resolve_model_path(recipe.model.path))
         self.step = self.position = 0
         self.evaluations: dict[int, dict[str, Any]] = {}
-        self.session = 1 + max((line["session"] for line in read_jsonl(run_dir / "timing.jsonl")), default=0)
+        sessions = [line["session"] for line in read_jsonl(run_dir / "timing.jsonl", "session", "elapsed_s")]
+        self.session = 1 + max(sessions, default=0)
 
     def restore(self) -> None:
         """Goes back to the newest whole checkpoint, if there is one, and drops metrics of later steps.
@@ -59,7 +62,11 @@ class RunState:
             self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
             self.step, self.position = kept["step"], kept["position"]
             self.evaluations = {int(step): brief for step, brief in kept["evaluations"].items()}
-        truncate_jsonl(self.run_dir / "metrics.jsonl", lambda line: line["step"] <= self.step and latest is not None)
+        metrics = self.run_dir / "metrics.jsonl"
+        known = {line["step"] for line in read_jsonl(metrics, "step")}
+        truncate_jsonl(metrics, lambda line: line["step"] <= self.step and latest is not None)
+        if lost := len(set(range(1, self.step + 1)) - known):
+            log.warning("%s lacks %d of the %d steps done: totals and curves leave them out", metrics, lost, self.step)
 
     def record_evaluation(self, result: Result) -> bool:
         """Remembers a held-out result; True if it is better than every earlier one."""
@@ -92,9 +99,20 @@ class RunState:
         self.store.save(self.step, write, {"base_sha256": self.base_sha256})
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file (a torn last line is left out; no file is no line)."""
+def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """The whole lines of a JSONL file (a torn last line is left out; no file is no line).
+
+    Raises:
+        UserError: a line is no JSON object, or has not all of ``keys``.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    objects = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            objects.append(json.loads(line))
+            _ = [objects[-1][key] for key in keys]
+        except (ValueError, TypeError, KeyError) as error:
+            wanted = f" with {', '.join(keys)}" if keys else ""
+            raise UserError(f"{path} line {number} is no JSON object{wanted}; remove that line") from error
+    return objects

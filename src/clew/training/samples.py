@@ -106,6 +106,11 @@ def group_metrics(samples: Sequence[Sample], used: Sequence[bool]) -> dict[str, 
 def warnings_for(metrics: dict[str, float]) -> list[str]:
     """What a user should look at now: collapse, and answers that are nearly all cut."""
     found = []
+    if metrics.get("train/episodes") == 0:
+        found.append(
+            "no episode counts: each was ended by the deadline or by a crash of its environment: "
+            "raise rollout.deadline_s, or mend the environment"
+        )
     if metrics["rollout/cut_ratio"] > 0.9:
         found.append(
             f"{metrics['rollout/cut_ratio']:.0%} of the episodes were cut by a token cap and earn nothing: "
