@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shlex
 import sys
@@ -20,6 +21,9 @@ FAULTS = "faults.log"
 
 def main() -> None:
     """Runs ``clew`` with the arguments of the process and exits."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that the console has no letters for must not end a run
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 

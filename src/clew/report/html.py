@@ -48,7 +48,7 @@ def write_report(run_dir: Path) -> Path:
         )
     page = render(Run.read(run_dir))
     target = run_dir / "report.html"
-    write_file_atomic(target, page)
+    write_file_atomic(target, page.encode("utf-8", "replace"))  # a folder's name may hold bytes that are no text
     return target
 
 

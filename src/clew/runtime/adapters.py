@@ -76,8 +76,8 @@ def copy_adapter(run_dir: Path, step: str, to: Path) -> Path:
     """
     _, source = find_adapter(run_dir, step)
     facts = verify(source).facts
-    if Path(os.path.abspath(source)) in Path(os.path.abspath(to)).parents:
-        raise UserError(f"--to {to} is inside the adapter that is to be copied: name a folder elsewhere")
+    if Path(os.path.abspath(source.parent)) in Path(os.path.abspath(to)).parents:
+        raise UserError(f"--to {to} is among the adapters of the run itself: name a folder elsewhere")
     if to.is_dir() and not (to / MANIFEST).exists() and (others := sorted(e.name for e in to.iterdir())):
         raise UserError(f"--to {to} holds other things ({', '.join(others[:3])}): name a new or an empty folder")
 

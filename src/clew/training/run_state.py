@@ -69,11 +69,10 @@ class RunState:
             log.warning("%s lacks %d of the %d steps done: totals and curves leave them out", metrics, lost, self.step)
 
     def record_evaluation(self, result: Result) -> bool:
-        """Remembers a held-out result; True if it is better than every earlier one."""
+        """Remembers a held-out result; True if its step is the best so far (see ``best_step``)."""
         assert result.step is not None
-        best = max((e["solved"] for e in self.evaluations.values()), default=-1)
         self.evaluations[result.step] = result.brief()
-        return result.solved > best
+        return result.step == self.best_step
 
     @property
     def best_step(self) -> int | None:
