@@ -21,7 +21,7 @@ from clew.agent.ledger import Trajectory
 from clew.envs.base import ImageEnv, Task
 from clew.envs.registry import make_env
 from clew.envs.suites import training_tasks
-from clew.evaluation.evaluator import environment_settings
+from clew.evaluation.suites import environment_settings
 from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.paths import resolve_model_path
 from clew.recipe import WARM_START, Recipe, load_recipe

@@ -23,7 +23,7 @@ from clew.envs.suites import (
 )
 from clew.errors import UserError
 from clew.evaluation.evaluate import reference
-from clew.evaluation.evaluator import environment_settings
+from clew.evaluation.suites import environment_settings
 from clew.recipe import load_recipe
 
 RECIPE: dict[str, Any] = environment_settings(load_recipe("laptop").environment)

@@ -172,7 +172,11 @@ def entropy_from_logits(logits: Tensor, temperature: float) -> Tensor:
         (...), float32 (float64 for float64 logits).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return entropy_from_logprobs(torch.log_softmax(logits / temperature, dim=-1))
+
+
+def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
+    """Entropy in nats over the last dimension, (..., V) to (...); a token of log-probability -inf adds nothing."""
     return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
 
 

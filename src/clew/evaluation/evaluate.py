@@ -212,12 +212,10 @@ def write_result(run_dir: Path, result: Result, tokenizer: Any = None) -> None:
     folder = "references" if result.step is None else f"step-{result.step:06d}"
     name = f"{result.suite}.{result.mode}"
     path = run_dir / "eval" / folder / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_file_atomic(path, json.dumps(result.record(), indent=1) + "\n")
     if tokenizer is not None:
         lines = [json.dumps(replay(t, tokenizer)) for t in result.trajectories]
         path = run_dir / "replays" / folder / f"{name}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_file_atomic(path, "\n".join(lines) + "\n")
 
 

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from clew.envs.base import Suite
 from clew.envs.navigators import REFERENCES
 from clew.envs.registry import make_env
-from clew.envs.suites import SUITES, content_hashes, maze_suite
-from clew.errors import UserError
 from clew.evaluation.evaluate import Result, SwappedFrames, blank_frames, evaluate, reference, write_result
-from clew.recipe import EnvironmentTable, Recipe
+from clew.evaluation.suites import RecipeSuites
+from clew.recipe import Recipe
 from clew.rollout.engine import Engine, Sampling
 from clew.rollout.episodes import FrameFilter, Limits, Player
-
-
-def environment_settings(table: EnvironmentTable) -> dict[str, Any]:
-    """Keyword arguments of the environment of a recipe."""
-    return {
-        "size": table.size,
-        "min_path": table.min_path,
-        "max_path": table.max_path,
-        "max_turns": table.max_turns,
-        "goal": table.goal,
-        "braid": table.braid,
-        "palette": table.palette,
-    }
 
 
 class Evaluator:
@@ -49,33 +33,8 @@ class Evaluator:
     ) -> None:
         self.recipe, self.engine, self.player = recipe, engine, player
         self.write_to, self.report = write_to, report
-        self._settings = environment_settings(recipe.environment)
-        self._suites: dict[str, Suite] = {}
+        self.suites = RecipeSuites(recipe)
         self.main = recipe.evaluation.suites[0]
-
-    def suite(self, name: str) -> Suite:
-        """A suite by name, made once; no maze is in two suites."""
-        if name not in self._suites:
-            size = self.recipe.evaluation.confirm_size if name == "unseen" else self.recipe.evaluation.size
-            try:
-                earlier = (self._possible(other) for other in takewhile(lambda other: other != name, SUITES))
-                self._suites[name] = maze_suite(name, self._settings, size, apart_from=filter(None, earlier))
-            except ValueError as error:
-                raise UserError(f"[environment]: suite {name!r} can't be made ({error})") from error
-        return self._suites[name]
-
-    def _possible(self, name: str) -> Suite | None:
-        """A suite, or None where these settings can't make it (longer paths than a small maze has)."""
-        try:
-            return self.suite(name)
-        except UserError:
-            return None
-
-    def held_out(self) -> frozenset[str]:
-        """Content of every suite there is, asked for or not: none of it may be trained on."""
-        needed = {*self.recipe.evaluation.suites, "heldout", "unseen"}
-        suites = (self.suite(name) if name in needed else self._possible(name) for name in SUITES)
-        return content_hashes(filter(None, suites))
 
     def regular(self, step: int) -> Result:
         """The held-out set, sampled at the training temperature."""
@@ -97,7 +56,7 @@ class Evaluator:
         """The held-out set with blanked frames and with the frames of another maze."""
         return {
             "blank": self._play(self.main, "blank", step, see=blank_frames),
-            "swapped": self._play(self.main, "swapped", step, see=SwappedFrames(self.suite(self.main))),
+            "swapped": self._play(self.main, "swapped", step, see=SwappedFrames(self.suites.suite(self.main))),
         }
 
     def references(self) -> list[Result]:
@@ -105,14 +64,14 @@ class Evaluator:
         results = []
         for name in self.recipe.evaluation.suites:
             for policy in REFERENCES:
-                results.append(reference(self.suite(name), policy, self.recipe.training.seed))
+                results.append(reference(self.suites.suite(name), policy, self.recipe.training.seed))
                 self._keep(results[-1], replays=False)
         return results
 
     def _play(
         self, name: str, mode: str, step: int, *, see: FrameFilter | None = None, replays: bool = False
     ) -> Result:
-        recipe, suite = self.recipe, self.suite(name)
+        recipe, suite = self.recipe, self.suites.suite(name)
         temperature = 0.0 if mode == "greedy" else recipe.rollout.temperature
         result = evaluate(
             self.engine,
@@ -131,7 +90,8 @@ class Evaluator:
         return result
 
     def _token_budget(self, suite: Suite) -> int:
-        own = self._settings["size"][0] * self._settings["size"][1] * self._settings["max_turns"]
+        table = self.recipe.environment
+        own = table.size[0] * table.size[1] * table.max_turns
         rows, cols = suite.env_kwargs["size"]
         needed = rows * cols * suite.env_kwargs["max_turns"]
         return -(-self.recipe.rollout.max_tokens * max(needed, own) // own)

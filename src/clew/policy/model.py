@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from clew.agent.template import ChatTemplate
+from clew.algorithms import entropy_from_logprobs
 from clew.errors import UserError
 from clew.policy.vision import FramePatcher, VisualFeatures, batch_vision_attention
 
@@ -227,6 +228,5 @@ def score(vlm: VisionLanguageModel, batch: TokenBatch, features: VisualFeatures,
     targets_N = batch.ids_BT.to(hidden_BTH.device)[scored_BT]
     logprobs_N = logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
     with torch.no_grad():
-        p_NV = logprobs_NV.exp()
-        entropy_N = -(p_NV * logprobs_NV.clamp(min=-1e4)).sum(-1)
+        entropy_N = entropy_from_logprobs(logprobs_NV)
     return TokenScores(logprobs_N, entropy_N)

@@ -75,7 +75,7 @@ class _Episode:
     def living(self) -> bool:
         return self.trajectory.stop_reason is None
 
-    def _show(self, observation: Observation, *, opening: bool = False, ended: bool = True) -> None:
+    def _show(self, observation: Observation, *, opening: bool = False) -> None:
         frame = self.see(observation.image, self.trajectory) if self.see else observation.image
         grid = self.player.patcher.grid(frame)
         count = grid[0] * grid[1] * grid[2] // self.player.patcher.merge**2
@@ -84,7 +84,7 @@ class _Episode:
             assert self.env is not None
             ids = template.opening(self.env.prompt, observation.text, count)
         else:
-            ids = template.continuation(observation.text, count, ended=ended)
+            ids = template.continuation(observation.text, count, ended=True)  # a cut answer ends the episode
         # Text, image and grid are committed together or not at all.
         self.trajectory.append_prompt(ids, grid)
         self.trajectory.turns.append(Turn(observation.text, frame))
@@ -102,7 +102,7 @@ class _Episode:
         text_ids = completion.ids[:-1] if completion.ended else completion.ids
         turn.answer = self.player.template.tokenizer.decode(text_ids)
         if not completion.ended:
-            self._stop(StopReason.TURN_TOKENS)
+            self.stop(StopReason.TURN_TOKENS)
             return
         try:
             observation, reward, terminated, truncated, info = self.env.step(turn.answer)
@@ -115,9 +115,9 @@ class _Episode:
             trajectory.success = bool(info.get("success"))
             trajectory.final_frame = observation.image
             if trajectory.success:
-                self._stop(StopReason.SUCCESS)
+                self.stop(StopReason.SUCCESS)
             else:
-                self._stop(StopReason.WRONG_END if terminated else StopReason.TURN_CAP)
+                self.stop(StopReason.WRONG_END if terminated else StopReason.TURN_CAP)
         else:
             self._show(observation)
 
@@ -126,17 +126,14 @@ class _Episode:
         log.warning("%s seed %d raised in %s", self.task.env_id, self.task.seed, during, exc_info=True)
         self.close()
         if self.replayed:
-            self._stop(StopReason.ENV_CRASHED)
+            self.stop(StopReason.ENV_CRASHED)
         else:
             self.replayed = True
             self.open()
 
-    def _stop(self, reason: StopReason) -> None:
+    def stop(self, reason: StopReason) -> None:
+        """Ends the episode."""
         self.trajectory.stop_reason = reason
-
-    def finish(self, reason: StopReason) -> None:
-        """Ends the episode from outside."""
-        self._stop(reason)
 
     def close(self) -> None:
         """Closes the environment, if one is open; one that fails at that harms no other episode."""
@@ -173,9 +170,9 @@ def play(
         late = time.monotonic() - began > limits.deadline_s
         for episode in living:
             if late:
-                episode.finish(StopReason.DEADLINE)
+                episode.stop(StopReason.DEADLINE)
             elif not episode.fits(limits, sampling):
-                episode.finish(StopReason.TRAJECTORY_TOKENS)
+                episode.stop(StopReason.TRAJECTORY_TOKENS)
         living = [e for e in living if e.living]
         if not living:
             break

@@ -9,10 +9,10 @@ from typing import Any
 
 from clew.checkpoint import DamagedCheckpoint, read_manifest
 from clew.envs.navigators import REFERENCES
-from clew.envs.suites import maze_suite
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result, reference
-from clew.evaluation.evaluator import Evaluator, environment_settings
+from clew.evaluation.evaluator import Evaluator
+from clew.evaluation.suites import RecipeSuites
 from clew.policy.adapter import Adapter, read_adapter
 from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.paths import base_fingerprint, resolve_device, resolve_dtype, resolve_model_path
@@ -48,7 +48,12 @@ def evaluate_subject(recipe: Recipe, subject: Subject, on_result: Callable[[Resu
     if subject.policy in REFERENCES:
         if subject.adapter is not None:
             raise UserError(f"--adapter can't be used with --policy {subject.policy}: that policy has no model")
-        return [_reference(recipe, name, subject.policy, on_result) for name in recipe.evaluation.suites]
+        suites = RecipeSuites(recipe)
+        results = []
+        for name in recipe.evaluation.suites:
+            results.append(reference(suites.suite(name), subject.policy, recipe.training.seed))
+            on_result(results[-1])
+        return results
     if subject.policy != "model":
         raise UserError(f"--policy {subject.policy}: there is no such policy; there are {', '.join(POLICIES)}")
     vlm = load_model(resolve_model_path(recipe.model.path), resolve_dtype(recipe), resolve_device(recipe))
@@ -116,15 +121,3 @@ def record(recipe: Recipe, subject: Subject, results: list[Result]) -> dict[str,
         "temperature": recipe.rollout.temperature,
         "results": [result.record() for result in results],
     }
-
-
-def _reference(recipe: Recipe, name: str, policy: str, on_result: Callable[[Result], None]) -> Result:
-    table = recipe.evaluation
-    size = table.confirm_size if name == "unseen" else table.size
-    try:
-        suite = maze_suite(name, environment_settings(recipe.environment), size)
-    except ValueError as error:
-        raise UserError(f"[environment]: suite {name!r} can't be made ({error})") from error
-    result = reference(suite, policy, recipe.training.seed)
-    on_result(result)
-    return result

@@ -28,7 +28,7 @@ from clew.checkpoint import (
 from clew.envs.maze_env import ENV_ID, MazeEnv
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
-from clew.evaluation.evaluator import environment_settings
+from clew.evaluation.suites import RecipeSuites, environment_settings
 from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.paths import base_fingerprint, resolve_device
 from clew.recipe import Recipe
@@ -99,7 +99,7 @@ def _demonstrated(recipe: Recipe) -> MazeEnv:
 
 def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console) -> None:
     env = _demonstrated(recipe)
-    held_out = make_evaluator(recipe, vlm, None, lambda result: None).held_out()
+    held_out = RecipeSuites(recipe).held_out()
     store = CheckpointStore(work / "checkpoints", keep=1)
     latest = store.latest()
     first = latest[0] if latest else 0

@@ -112,7 +112,7 @@ def check_parts(recipe: Recipe, with_model: bool = True) -> None:
     """
     from clew.envs.registry import make_env
     from clew.envs.suites import suite_settings
-    from clew.evaluation.evaluator import environment_settings
+    from clew.evaluation.suites import environment_settings
     from clew.policy.paths import resolve_device, resolve_model_path
 
     if with_model:

@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from clew.envs.registry import make_env
 from clew.envs.suites import take_distinct, training_tasks
 from clew.errors import Interrupted
 from clew.evaluation.evaluate import Result
-from clew.evaluation.evaluator import Evaluator, environment_settings
-from clew.policy.adapter import attach_lora, current_adapter
+from clew.evaluation.evaluator import Evaluator
+from clew.evaluation.suites import environment_settings
+from clew.policy.adapter import Adapter, attach_lora, current_adapter
 from clew.policy.export import adapter_effect, export_adapter
 from clew.policy.model import load_model
 from clew.policy.paths import resolve_device, resolve_dtype, resolve_model_path
@@ -71,14 +73,16 @@ def train(
     settings = environment_settings(recipe.environment)
     sampling = Sampling(recipe.rollout.temperature, recipe.rollout.max_new_tokens)
     limits = Limits(recipe.rollout.max_tokens, recipe.rollout.deadline_s)
-    held_out = evaluator.held_out()
+    held_out = evaluator.suites.held_out()
+    new_env = partial(make_env, recipe.environment.id, **settings)
 
     state = RunState(recipe, run_dir, policy, updater.optimizer)
     state.restore()
-    engine.load_adapter(current_adapter(policy, state.step))
-    tasks = training_tasks(make_env(recipe.environment.id, **settings), held_out, seed, state.position)
+    version = current_adapter(policy, state.step)
+    engine.load_adapter(version)
+    tasks = training_tasks(new_env(), held_out, seed, state.position)
 
-    def export(step: int) -> None:
+    def export(step: int, version: Adapter) -> None:
         card = {
             "base_model": vlm.path,
             "base_sha256": state.base_sha256,
@@ -88,8 +92,8 @@ def train(
             "environment": {"id": recipe.environment.id, **settings},
             "evaluation": state.evaluations.get(step),
         }
-        effect = adapter_effect(vlm, policy, make_env(recipe.environment.id, **settings))
-        export_adapter(current_adapter(policy, step), run_dir / "adapters" / f"step-{step:06d}", card, effect)
+        effect = adapter_effect(vlm, policy, new_env())
+        export_adapter(version, run_dir / "adapters" / f"step-{step:06d}", card, effect)
 
     if state.step == 0:
         if recipe.evaluation.references:
@@ -103,14 +107,13 @@ def train(
         step_began = time.monotonic()
 
         # Play: every task by a whole group, all under one policy version.
-        version = current_adapter(policy, step - 1)
         engine.load_adapter(version)
         drawn = take_distinct(tasks, recipe.training.prompts_per_step)
         attempts = [(task, k) for _, task in drawn for k in range(recipe.algorithm.group_size)]
         trajectories = play(
             engine,
             player,
-            lambda: make_env(recipe.environment.id, **settings),
+            new_env,
             attempts,
             sampling,
             limits,
@@ -140,16 +143,16 @@ def train(
         # Look at the new policy, save it.
         last = step == recipe.training.steps
         state.step, state.position = step, drawn[-1][0]
+        version = current_adapter(policy, step)
+        improved = False
         if last or step % recipe.evaluation.interval == 0:
-            engine.load_adapter(current_adapter(policy, step))
+            engine.load_adapter(version)
             results = [evaluator.regular(step), *(evaluator.thorough(step) if last else [])]
             metrics |= evaluation_metrics(results)
             improved = state.record_evaluation(results[0])
-        else:
-            improved = False
         evaluated = time.monotonic()
         if last or improved or step % recipe.checkpoint.export_interval == 0:
-            export(step)
+            export(step, version)
         append_jsonl(run_dir / "metrics.jsonl", metrics)
         stopping = should_stop()
         if last or stopping or step % recipe.checkpoint.interval == 0:
