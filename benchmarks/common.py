@@ -24,7 +24,7 @@ from clew.envs.suites import training_tasks
 from clew.evaluation.suites import environment_settings
 from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.paths import resolve_model_path
-from clew.recipe import WARM_START, Recipe, load_recipe
+from clew.recipe import WARM_START, ModelTable, Recipe, load_recipe
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import Limits, Player
 
@@ -74,7 +74,7 @@ def prepare(model: str, threads: int) -> Bench:
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
     recipe = load_recipe("laptop")
-    path = resolve_model_path(model)
+    path = resolve_model_path(ModelTable(path=model))
     vlm = load_model(path)
     parameters = sum(p.numel() for p in vlm.model.parameters())
     print(

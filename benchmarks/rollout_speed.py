@@ -32,17 +32,18 @@ from transformers import AutoModelForImageTextToText
 from clew.agent.ledger import Trajectory
 from clew.envs.base import Task
 from clew.policy.vision import FeatureCache
-from clew.rollout.engine import Completion, Engine, Sampling
+from clew.rollout.engine import Completion, Engine, LockstepEngine, Sampling
 from clew.rollout.episodes import play
 from clew.rollout.transformers_engine import TransformersEngine
 
 
-class GenerateEngine:
+class GenerateEngine(LockstepEngine):
     """Answers with ``model.generate`` on whole conversations: what a plain agent loop does each turn."""
 
     version = "base"
 
     def __init__(self, bench: common.Bench) -> None:
+        super().__init__()
         self.model = AutoModelForImageTextToText.from_pretrained(bench.path, dtype=torch.float32).eval()
         self.template, self.patcher = bench.vlm.template, bench.vlm.patcher
         self.pad_id = bench.vlm.tokenizer.pad_token_id
@@ -91,12 +92,13 @@ class GenerateEngine:
         self._pixels.clear()
 
 
-class OracleEngine:
+class OracleEngine(LockstepEngine):
     """Answers with the oracle's moves: conversations whose text is known beforehand."""
 
     version = "oracle"
 
     def __init__(self, bench: common.Bench) -> None:
+        super().__init__()
         self.tokenizer, self.env = bench.vlm.tokenizer, bench.make_env()
         self.end_of_turn = bench.vlm.template.end_of_turn_id
 

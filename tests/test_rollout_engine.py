@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from clew.agent.ledger import Trajectory
 from clew.policy.adapter import attach_lora, current_adapter
 from clew.policy.model import VisionLanguageModel, collate, load_model, score
-from clew.rollout.engine import Completion, Sampling, derive_seed, uniforms
+from clew.rollout.engine import Completion, LockstepEngine, Sampling, derive_seed, uniforms
 from clew.rollout.episodes import Limits, Player, play
 from clew.rollout.transformers_engine import RowCache, TransformersEngine
 
@@ -50,12 +50,13 @@ def make_engine(vlm: VisionLanguageModel) -> TransformersEngine:
     return TransformersEngine(vlm, tiny.feature_cache(vlm))
 
 
-class NaiveEngine:
+class NaiveEngine(LockstepEngine):
     """No cache, no batch, no code of the engine: each token by a Hugging Face forward of all before it."""
 
     version = "naive"
 
     def __init__(self, vlm: VisionLanguageModel, model: Any) -> None:
+        super().__init__()
         self.vlm, self.model = vlm, model
 
     @torch.no_grad()

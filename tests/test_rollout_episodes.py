@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -207,7 +209,7 @@ def test_an_environment_that_can_not_be_made_or_closed() -> None:
 
     def make() -> tiny.WordEnv:
         made.append(1)
-        if len(made) in (2, 3):  # the second episode's first and second try
+        if len(made) in (2, 4):  # the second episode's first try, and its second after all others' first
             raise OSError("no display")
         env = tiny.WordEnv()
         env.close = lambda: 1 / 0  # type: ignore[method-assign,assignment]
@@ -218,6 +220,43 @@ def test_an_environment_that_can_not_be_made_or_closed() -> None:
     healthy, _ = wordplay(lambda *_: False)
     assert played[1].stop_reason is StopReason.ENV_CRASHED
     assert [facts(played[i]) for i in (0, 2)] == [facts(healthy[i]) for i in (0, 2)]
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_an_environment_that_hangs_meets_the_deadline_alone(where: str) -> None:
+    """It holds the others up for the engine's patience, once, and is left behind when the time is up."""
+    release = threading.Event()
+    victim = 1
+
+    def hang(seed: int, turn: int) -> None:
+        if seed == victim and turn == (0 if where == "reset" else 1):
+            release.wait(60)
+
+    engine = tiny.ScriptedEngine(VLM, words)
+    engine.patience_s = 0.2
+    tasks = [(tiny.WordEnv().task(seed), 0) for seed in range(5)]
+    began = time.monotonic()
+    limits = Limits(4000, deadline_s=3.0)
+    try:
+        played = play(engine, PLAYER, lambda: tiny.WordEnv(raises=hang), tasks, SAMPLING, limits, ("s",))
+    finally:
+        release.set()
+    assert 3.0 <= time.monotonic() - began < 10
+    healthy, _ = wordplay(lambda *_: False)
+    assert played[victim].stop_reason is StopReason.DEADLINE
+    assert [facts(t) for i, t in enumerate(played) if i != victim] == [
+        facts(t) for i, t in enumerate(healthy[:5]) if i != victim
+    ]
+    assert engine.calls[0] == (4 if where == "reset" else 5), "the others went on"
+
+
+def test_a_feed_is_drawn_from_as_places_become_free() -> None:
+    tasks = [(tiny.WordEnv().task(seed), 0) for seed in range(8)]
+    engine = tiny.ScriptedEngine(VLM, words)
+    narrow = play(engine, PLAYER, tiny.WordEnv, tasks, SAMPLING, Limits(4000, concurrent=3), ("s",))
+    wide, _ = wordplay(lambda *_: False)
+    assert [facts(t) for t in narrow] == [facts(t) for t in wide[:8]]
+    assert max(engine.calls) == 3 and engine.calls[:2] == [3, 3]
 
 
 def test_tasks_of_other_settings_are_refused() -> None:

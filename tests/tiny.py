@@ -27,7 +27,7 @@ from clew.agent.ledger import StopReason, Trajectory, Turn
 from clew.envs.base import Observation, Task
 from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.vision import FeatureCache
-from clew.rollout.engine import Completion, Sampling, derive_seed
+from clew.rollout.engine import Completion, LockstepEngine, Sampling, derive_seed
 from clew.training.sft import new_model
 
 torch.set_num_threads(1)  # these models are too small for threads: two of them spin more than they compute
@@ -328,13 +328,14 @@ class WordEnv:
         self.closed = True
 
 
-class ScriptedEngine:
+class ScriptedEngine(LockstepEngine):
     """Answers with the text that ``say(trajectory)`` gives (None: an answer that is cut)."""
 
     version = "scripted"
 
     def __init__(self, vlm: VisionLanguageModel, say: Callable[[Trajectory], str | None]) -> None:
-        self.template, self.say = vlm.template, say
+        super().__init__()
+        self.vlm, self.template, self.say = vlm, vlm.template, say
         self.calls: list[int] = []
 
     def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:

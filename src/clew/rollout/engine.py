@@ -40,21 +40,83 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Samples the next answer of several trajectories under one policy version."""
+    """Samples answers of several trajectories under one policy version.
+
+    Requests are handed in one by one and answers come when they are ready: an engine with continuous batching returns
+    each as it ends, one that works in lockstep returns all of a round together.
+
+    Attributes:
+        version: name of the adapter that samples, ``base`` without one.
+        patience_s: how long the other episodes wait for one whose environment is slow, in seconds.
+    """
 
     version: str
+    patience_s: float
 
-    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
-        """Answers each trajectory once; ``seeds`` (one a trajectory) fix all its draws.
+    def submit(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> None:
+        """Asks for the next answer of a trajectory; ``seed`` fixes all its draws.
 
-        The engine may keep state for the trajectories of the last call; those that are not in the next call are
-        forgotten, and one it does not know is computed from its beginning.
+        The engine may keep state (a cache) for a trajectory from one request to the next.
         """
+        ...
+
+    def collect(self) -> list[tuple[Trajectory, Completion]]:
+        """Waits until answers are ready, at least one of the requests, and returns them."""
+        ...
+
+    def abandon(self, trajectory: Trajectory) -> None:
+        """Forgets a trajectory; a request of it that is still running is dropped."""
         ...
 
     def release(self) -> None:
         """Forgets all trajectories and every cached feature."""
         ...
+
+    def sleep(self) -> None:
+        """Gives up device memory that a colocated trainer could use, as far as the engine can."""
+        ...
+
+    def wake(self) -> None:
+        """Takes it back."""
+        ...
+
+
+class LockstepEngine:
+    """``submit`` and ``collect`` on top of a ``sample`` that answers a whole batch at once."""
+
+    patience_s = 10.0  # an episode that misses a round is computed from its beginning in the next
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Trajectory, Sampling, int]] = []
+
+    def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
+        """Answers each trajectory once; ``seeds`` (one a trajectory) fix all its draws.
+
+        State may be kept for the trajectories of the last call; those that are not in the next call are forgotten,
+        and one that is not known is computed from its beginning.
+        """
+        raise NotImplementedError
+
+    def submit(self, trajectory: Trajectory, sampling: Sampling, seed: int) -> None:
+        """See ``Engine.submit``."""
+        self._asked.append((trajectory, sampling, seed))
+
+    def collect(self) -> list[tuple[Trajectory, Completion]]:
+        """See ``Engine.collect``: one batch of everything that was asked (all with one sampling)."""
+        asked, self._asked = self._asked, []
+        trajectories = [trajectory for trajectory, _, _ in asked]
+        (sampling,) = {sampling for _, sampling, _ in asked}
+        return list(zip(trajectories, self.sample(trajectories, sampling, [s for *_, s in asked]), strict=True))
+
+    def abandon(self, trajectory: Trajectory) -> None:
+        """See ``Engine.abandon``: what is not asked for again is forgotten anyway."""
+        self._asked = [request for request in self._asked if request[0] is not trajectory]
+
+    def sleep(self) -> None:
+        """See ``Engine.sleep``: nothing is given up."""
+
+    def wake(self) -> None:
+        """See ``Engine.wake``."""
 
 
 def derive_seed(*parts: int | str) -> int:

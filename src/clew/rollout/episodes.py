@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from clew.envs.base import ImageEnv, Observation, Task
 from clew.errors import UserError
 from clew.policy.vision import FramePatcher
 from clew.rollout.engine import Completion, Engine, Sampling, derive_seed
+from clew.rollout.env_calls import EnvCalls
+from clew.rollout.feed import Attempt, Feed
 
 log = logging.getLogger(__name__)
 
@@ -37,43 +41,58 @@ class Limits:
     Attributes:
         max_tokens: of a whole trajectory, prompt and images included.
         deadline_s: seconds a batch of episodes may take; what has not ended by then is an infrastructure stop.
+        concurrent: episodes that an engine plays at a time.
     """
 
     max_tokens: int
     deadline_s: float = float("inf")
+    concurrent: int = 128
 
 
 class _Episode:
-    """One attempt in progress: an environment and the trajectory it writes."""
+    """One attempt in progress: an environment and the trajectory it writes.
 
-    def __init__(self, player: Player, make_env: MakeEnv, task: Task, sample: int, see: FrameFilter | None) -> None:
-        self.player, self.make_env, self.task, self.sample, self.see = player, make_env, task, sample, see
-        self.replayed = False
+    What it calls of its environment runs on another thread (``EnvCalls``); the trajectory is written here alone.
+    """
+
+    def __init__(
+        self, attempt: Attempt, player: Player, make_env: MakeEnv, calls: EnvCalls[_Episode], see: FrameFilter | None
+    ) -> None:
+        self.attempt, self.player, self.make_env, self.calls, self.see = attempt, player, make_env, calls, see
+        self.replayed = self.answered = False
         self.env: ImageEnv | None = None
-        self.open()
+        self.trajectory = Trajectory(attempt.task, attempt.sample)
+        calls.start(self, self._open)
 
-    def open(self) -> None:
-        """Starts (again) with a fresh environment and an empty ledger."""
-        self.trajectory = Trajectory(self.task, self.sample)
-        try:
-            self.env = self.make_env()
-            observation, info = self.env.reset(self.task.seed)
-        except UserError:  # the recipe's fault: a second try would not help
-            raise
-        except Exception:
-            self._crashed("reset")
-            return
-        if info["content_hash"] != self.task.content_hash:
-            raise ValueError(
-                f"{self.task.env_id} seed {self.task.seed} made content {info['content_hash']}, "
-                f"the task says {self.task.content_hash}: its settings differ from those of the task list"
-            )
-        self.trajectory.path_length = info.get("path_length")
-        self._show(observation, opening=True)
+    def _open(self) -> tuple[Observation, dict[str, Any]]:
+        self.env = self.make_env()
+        return self.env.reset(self.attempt.task.seed)
 
     @property
     def living(self) -> bool:
         return self.trajectory.stop_reason is None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is the environment's turn."""
+        return self.calls.running(self)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is the agent's turn."""
+        return self.living and not self.waiting
+
+    def begin(self, observation: Observation, info: dict[str, Any]) -> None:
+        """Shows the first observation."""
+        assert self.env is not None
+        task = self.attempt.task
+        if info["content_hash"] != task.content_hash:
+            raise ValueError(
+                f"{task.env_id} seed {task.seed} made content {info['content_hash']}, "
+                f"the task says {task.content_hash}: its settings differ from those of the task list"
+            )
+        self.trajectory.path_length = info.get("path_length")
+        self._show(observation, opening=True)
 
     def _show(self, observation: Observation, *, opening: bool = False) -> None:
         frame = self.see(observation.image, self.trajectory) if self.see else observation.image
@@ -93,7 +112,7 @@ class _Episode:
         return len(self.trajectory.token_ids) + sampling.max_new_tokens <= limits.max_tokens
 
     def answer(self, completion: Completion) -> None:
-        """Records an answer, plays it, and shows what comes of it."""
+        """Records an answer and has the environment play it."""
         assert self.env is not None
         trajectory, turn = self.trajectory, self.trajectory.turns[-1]
         turn.start = len(trajectory.token_ids)
@@ -104,11 +123,27 @@ class _Episode:
         if not completion.ended:
             self.stop(StopReason.TURN_TOKENS)
             return
-        try:
-            observation, reward, terminated, truncated, info = self.env.step(turn.answer)
-        except Exception:
-            self._crashed("step")
+        self.answered = True
+        self.calls.start(self, partial(self.env.step, turn.answer))
+
+    def absorb(self, outcome: Any, error: Exception | None) -> None:
+        """Takes in what came of the environment's turn."""
+        if not self.living:
             return
+        if error is None:
+            if self.answered:
+                self._continue(*outcome)
+            else:
+                self.begin(*outcome)
+        elif isinstance(error, UserError):  # the recipe's fault: a second try would not help
+            raise error
+        else:
+            self._crashed("step" if self.answered else "reset", error)
+
+    def _continue(
+        self, observation: Observation, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
+    ) -> None:
+        trajectory, turn = self.trajectory, self.trajectory.turns[-1]
         turn.reward, turn.feedback = reward, info.get("feedback", "")
         trajectory.reward += reward
         if terminated or truncated:
@@ -121,15 +156,17 @@ class _Episode:
         else:
             self._show(observation)
 
-    def _crashed(self, during: str) -> None:
+    def _crashed(self, during: str, error: Exception) -> None:
         """An environment's exception is infrastructure: once it is replaced and the episode played again."""
-        log.warning("%s seed %d raised in %s", self.task.env_id, self.task.seed, during, exc_info=True)
+        task = self.attempt.task
+        log.warning("%s seed %d raised in %s", task.env_id, task.seed, during, exc_info=error)
         self.close()
         if self.replayed:
             self.stop(StopReason.ENV_CRASHED)
         else:
-            self.replayed = True
-            self.open()
+            self.replayed, self.answered = True, False
+            self.trajectory = Trajectory(task, self.attempt.sample)
+            self.calls.start(self, self._open)
 
     def stop(self, reason: StopReason) -> None:
         """Ends the episode."""
@@ -137,12 +174,21 @@ class _Episode:
 
     def close(self) -> None:
         """Closes the environment, if one is open; one that fails at that harms no other episode."""
+        if self.waiting:
+            log.warning(
+                "%s seed %d has not come back from its environment; it is left behind",
+                self.attempt.task.env_id,
+                self.attempt.task.seed,
+            )
+            return
         env, self.env = self.env, None
         if env is not None:
             try:
                 env.close()
             except Exception:
-                log.warning("%s seed %d raised in close", self.task.env_id, self.task.seed, exc_info=True)
+                log.warning(
+                    "%s seed %d raised in close", self.attempt.task.env_id, self.attempt.task.seed, exc_info=True
+                )
 
 
 def play(
@@ -163,26 +209,64 @@ def play(
     Args:
         see: replaces a frame before the agent sees it (for the sight test).
     """
-    began = time.monotonic()
-    episodes = [_Episode(player, make_env, task, sample, see) for task, sample in attempts]
-    living = [e for e in episodes if e.living]
-    while living:
-        late = time.monotonic() - began > limits.deadline_s
-        for episode in living:
-            if late:
-                episode.stop(StopReason.DEADLINE)
-            elif not episode.fits(limits, sampling):
-                episode.stop(StopReason.TRAJECTORY_TOKENS)
-        living = [e for e in living if e.living]
-        if not living:
-            break
-        seeds = [derive_seed(*seed_parts, e.task.content_hash, e.sample, len(e.trajectory.turns)) for e in living]
-        for episode, completion in zip(
-            living, engine.sample([e.trajectory for e in living], sampling, seeds), strict=True
-        ):
-            episode.answer(completion)
-        living = [e for e in living if e.living]
-    for episode in episodes:
-        episode.trajectory.policy_version = engine.version
-        episode.close()
-    return [e.trajectory for e in episodes]
+    feed = Feed((Attempt(i, task, sample) for i, (task, sample) in enumerate(attempts)), closed=True)
+    played = dict(play_feed(engine, player, make_env, feed, sampling, limits, seed_parts, see))
+    return [played[index] for index in range(len(attempts))]
+
+
+def play_feed(
+    engine: Engine,
+    player: Player,
+    make_env: MakeEnv,
+    feed: Feed,
+    sampling: Sampling,
+    limits: Limits,
+    seed_parts: tuple[int | str, ...],
+    see: FrameFilter | None = None,
+) -> Iterator[tuple[int, Trajectory]]:
+    """Plays what a feed holds until it is closed and empty; yields (index, trajectory) as episodes end."""
+    until = time.monotonic() + limits.deadline_s
+    calls: EnvCalls[_Episode] = EnvCalls()
+    episodes: list[_Episode] = []
+    asked: dict[int, _Episode] = {}  # by the identity of their trajectory
+    try:
+        while True:
+            room = limits.concurrent - len(episodes)
+            attempts = feed.take(room, wait=not episodes) if room > 0 else []
+            episodes += [_Episode(attempt, player, make_env, calls, see) for attempt in attempts]
+            if not episodes:
+                return
+            # What an environment did while the engine was at work counts, even when the deadline has passed meanwhile.
+            waiting_ends = max(until, time.monotonic() + 0.1)
+            for episode, outcome, error in calls.wait(engine.patience_s, until=waiting_ends, at_least_one=not asked):
+                episode.absorb(outcome, error)
+            late = time.monotonic() > until
+            for episode in episodes:
+                trajectory = episode.trajectory
+                if late and episode.living:
+                    episode.stop(StopReason.DEADLINE)
+                    engine.abandon(trajectory)
+                    asked.pop(id(trajectory), None)
+                elif episode.ready and id(trajectory) not in asked:
+                    if episode.fits(limits, sampling):
+                        turn = len(trajectory.turns)
+                        seed = derive_seed(*seed_parts, trajectory.task.content_hash, trajectory.sample, turn)
+                        engine.submit(trajectory, sampling, seed)
+                        asked[id(trajectory)] = episode
+                    else:
+                        episode.stop(StopReason.TRAJECTORY_TOKENS)
+            ended = [e for e in episodes if not e.living]
+            for episode in ended:
+                episodes.remove(episode)
+                episode.close()
+                engine.abandon(episode.trajectory)
+                episode.trajectory.policy_version = engine.version
+                yield episode.attempt.place, episode.trajectory
+            if asked and not ended:  # places that became free are filled before the engine goes on
+                for trajectory, completion in engine.collect():
+                    asked.pop(id(trajectory)).answer(completion)
+    finally:
+        for episode in episodes:
+            engine.abandon(episode.trajectory)
+            episode.close()
+        calls.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
 from clew.agent.ledger import Trajectory
+from clew.checkpoint import verify
 from clew.errors import UserError
-from clew.policy.adapter import Adapter
+from clew.policy.adapter import Adapter, StoredAdapter, read_adapter
 from clew.policy.model import VisionLanguageModel, masked_log_softmax, rope_positions
 from clew.policy.vision import FeatureCache
-from clew.rollout.engine import Completion, Sampling, uniforms
+from clew.rollout.engine import Completion, LockstepEngine, Sampling, uniforms
 
 
 class RowCache:
@@ -76,7 +78,7 @@ class RowCache:
         return self.keys[layer][:, : self.used].transpose(1, 2), self.values[layer][:, : self.used].transpose(1, 2)
 
 
-class TransformersEngine:
+class TransformersEngine(LockstepEngine):
     """Samples with a copy of the language model into which the adapter is merged.
 
     The vision tower is the policy's own: it is frozen, so each distinct frame is encoded once a step and its
@@ -84,6 +86,7 @@ class TransformersEngine:
     """
 
     def __init__(self, vlm: VisionLanguageModel, features: FeatureCache) -> None:
+        super().__init__()
         base = vlm.model
         self.vlm = vlm
         self.features = features
@@ -98,13 +101,17 @@ class TransformersEngine:
         )
         self.release()
 
-    def load_adapter(self, adapter: Adapter | None) -> None:
+    def load_adapter(self, adapter: Adapter | StoredAdapter | None) -> None:
         """Merges an adapter into this engine's weights (None: the base model). The base weights are kept.
 
         Raises:
-            UserError: the adapter belongs to another model or is no plain LoRA; the engine has the base model then.
+            UserError: the adapter is damaged, belongs to another model or is no plain LoRA; the engine has the base
+                model then.
         """
         self._unmerge()
+        if isinstance(adapter, StoredAdapter):
+            verify(adapter.folder)
+            adapter = replace(read_adapter(adapter.folder), name=adapter.name)
         if adapter is not None:
             try:
                 self._merge(adapter)
@@ -144,7 +151,7 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def sample(self, trajectories: list[Trajectory], sampling: Sampling, seeds: list[int]) -> list[Completion]:
-        """Answers each trajectory once (see ``Engine.sample``)."""
+        """Answers each trajectory once (see ``LockstepEngine.sample``)."""
         order = self._place(trajectories)
         by_row = [trajectories[i] for i in order]
         row_seeds = np.array([seeds[i] for i in order], dtype=np.uint64)
