@@ -102,7 +102,7 @@ def test_impossible_split(clew: Command, recipe: Path) -> None:
         (["eval", "--model", "./nowhere"], "./nowhere"),
         (["report", "nowhere"], "nowhere is no run directory"),
         (["export", "nowhere", "--to", "x"], "nowhere is no run directory"),
-        (["train", "laptop", 'runtime.kind="ray"'], "runtime.kind"),
+        (["train", "laptop", 'runtime.kind="skyrl"'], "runtime.kind"),
         (["train", "laptop", "rollout.engine=vllm"], "rollout.engine"),
         (["train", "laptop", "model.path=./nowhere"], "./nowhere"),
         (["sft", "laptop", "environment.id=other/Env-v0"], "environment.id"),

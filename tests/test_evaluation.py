@@ -32,6 +32,7 @@ from clew.evaluation.evaluate import (
 from clew.evaluation.wilson import wilson_interval
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import Limits, Player
+from clew.rollout.rollouts import LocalRollouts
 
 VLM = tiny.shared_tiny()
 PLAYER = Player(VLM.template, VLM.patcher)
@@ -98,8 +99,7 @@ def walker(goes_wrong: int = 0):
 def run(say, suite: Suite = SUITE, make=lambda: MazeEnv(**SETTINGS), limits: Limits | None = None, **options) -> Result:
     engine = tiny.ScriptedEngine(VLM, say)
     return evaluate(
-        engine,
-        PLAYER,
+        LocalRollouts(engine, PLAYER),  # type: ignore[arg-type]
         make,
         suite,
         "sampled",

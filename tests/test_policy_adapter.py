@@ -21,7 +21,6 @@ from clew.policy.adapter import (
     attach_lora,
     current_adapter,
     read_adapter,
-    restore_adapter,
     tensors_hash,
     write_adapter,
 )
@@ -97,20 +96,15 @@ def test_vision_is_adapted_only_if_asked_and_refused_where_it_cannot_be_applied(
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
-    """Train a step, snapshot, write, read, restore into a fresh policy: every bit comes back."""
+    """Train a step, snapshot, write, read: every bit comes back."""
     policy = trained(tiny.tiny())
     adapter = current_adapter(policy, 12)
     write_adapter(adapter, tmp_path)
     read = read_adapter(tmp_path)
     assert read.content_hash == adapter.content_hash
     assert read.tensors.keys() == adapter.tensors.keys()
-    fresh = attach_lora(tiny.tiny(), 4, 8, 0.0, seed=99)
-    restore_adapter(fresh, read.tensors)
-    assert current_adapter(fresh, 12).tensors.keys() == adapter.tensors.keys()
-    for name, tensor in current_adapter(fresh, 12).tensors.items():
+    for name, tensor in read.tensors.items():
         assert torch.equal(tensor, adapter.tensors[name])
-    assert current_adapter(fresh, 12).name == adapter.name
-    assert all(p.requires_grad for n, p in fresh.named_parameters() if ".lora_" in n)
 
 
 def test_a_snapshot_is_a_copy() -> None:
@@ -208,11 +202,6 @@ def test_the_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
         engine.load_adapter(foreign)
     assert tiny.weights_digest(engine._language_model) == untouched
     assert engine.version == "base"
-    policy = attach_lora(tiny.tiny(), 4, 8, 0.0)
-    wide = current_adapter(attach_lora(tiny.tiny(), 8, 8, 0.0), 0)
-    for tensors in (foreign.tensors, wide.tensors, {}, dict(list(wide.tensors.items())[:4])):
-        with pytest.raises(UserError, match="adapter"):
-            restore_adapter(policy, tensors)
 
 
 def test_engine_merges_and_unmerges_exactly() -> None:

@@ -59,9 +59,9 @@ def test_auto_processor_loads_the_shipped_folder_and_the_model_answers() -> None
         pytest.skip("torchvision is not in .venvs/torchvision: run `make test-slow`")
     from clew.policy.model import load_model
     from clew.policy.paths import resolve_model_path
-    from clew.recipe import WARM_START
+    from clew.recipe import WARM_START, ModelTable
 
-    folder = resolve_model_path(WARM_START)
+    folder = resolve_model_path(ModelTable(path=WARM_START))
     path = os.pathsep.join([str(TORCHVISION), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder],

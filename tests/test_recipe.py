@@ -88,8 +88,17 @@ def test_round_trip_is_exact(recipe: Recipe) -> None:
     assert hash(again) == hash(recipe)
 
 
+OPTIONAL = [
+    "algorithm.tis_cap=2.0",
+    "runtime.shared_dir=/mnt/x",
+    "runtime.address=auto",
+    "model.subfolder=a",
+    "model.revision=main",
+]
+
+
 def test_resolved_recipe_holds_every_value_in_force(tmp_path: Path) -> None:
-    recipe = load_recipe("laptop", ["algorithm.tis_cap=2.0", "runtime.shared_dir=/mnt/x"])
+    recipe = load_recipe("laptop", OPTIONAL)
     (tmp_path / "recipe.toml").write_text(recipe.to_toml())
     tables = tomllib.loads((tmp_path / "recipe.toml").read_text())
     for key in LEAVES:

@@ -13,7 +13,9 @@ import tiny
 from clew.errors import UserError
 from clew.policy.adapter import read_adapter
 from clew.recipe import Recipe, parse_recipe
+from clew.rollout.rollouts import LocalRollouts
 from clew.training.grpo import Interrupted, train
+from clew.training.learner import Learner
 
 RECIPE = """
 name = "test"
@@ -87,9 +89,12 @@ class Log:
 
     def run(self, made: Recipe, folder: Path) -> dict[str, Any]:
         folder.mkdir(exist_ok=True)
+        learner = Learner(made)
         return train(
             made,
             folder,
+            learner,
+            LocalRollouts.of(learner.vlm, learner.features),
             on_result=self.results.append,
             on_step=lambda metrics, timing: self.steps.append(metrics),
             on_note=self.notes.append,

@@ -81,6 +81,7 @@ def updater(
         TrainingTable(**table),
         TEMPERATURE,
         MAX_TOKENS,
+        (algorithm or {}).get("tis_cap"),
     )
     if sgd:  # plain steps: Adam would hide a wrong scale and blow up rounding
         made.optimizer = torch.optim.SGD(made.parameters, lr=1.0)  # type: ignore[assignment]
@@ -329,7 +330,7 @@ def test_dropout_is_for_the_gradient_alone_and_repeats() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(weights(made[0]), weights(made[2]), strict=True))
     several = updater({}, {"epochs": 2}, dropout=0.5)
     chunk = samples()[0][:2]
-    once, twice = several._score_all(chunk), several._score_all(chunk)
+    once, twice = several._score_all([chunk]), several._score_all([chunk])
     assert all(torch.equal(once[k], twice[k]) for k in once), "the old policy is scored without dropout"
 
 

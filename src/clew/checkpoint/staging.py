@@ -19,7 +19,7 @@ import stat
 import time
 from pathlib import Path
 
-from clew.errors import UserError
+from clew.errors import StorageError, UserError
 
 PREFIX = ".tmp-"
 # Nobody can ask whether a process of another host still lives. A writer touches its staging entry all the
@@ -185,7 +185,7 @@ def _probe(folder: Path) -> int | None:
     return None
 
 
-def write_error(err: BaseException, target: Path, staging: Path | None = None) -> UserError | None:
+def write_error(err: BaseException, target: Path, staging: Path | None = None) -> StorageError | None:
     """The one-line error for a disk that is full, read-only or closed to us; None if `err` is anything else.
 
     safetensors reports a full disk as its own type with the number in the text, torch as RuntimeError without
@@ -207,7 +207,7 @@ def write_error(err: BaseException, target: Path, staging: Path | None = None) -
         reason = _FULL.get(_probe(staging) or 0)
     if reason is None:
         return None
-    return UserError(
+    return StorageError(
         f"cannot write {target}: {reason}; mend that or choose another place, then run the same command "
         "again (nothing that was saved is lost)"
     )

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clew import __version__
-from clew.runtime.local import cores
+from clew.runtime.process import cores
 
 _PACKAGES = (
     "torch",

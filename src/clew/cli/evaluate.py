@@ -15,7 +15,7 @@ from clew.errors import UserError
 from clew.recipe import Recipe, load_recipe
 from clew.report.progress import Progress
 from clew.runtime.adapters import exported_steps, find_adapter
-from clew.runtime.local import check_parts, check_supported, prepare_process
+from clew.runtime.process import check_parts, check_supported, prepare_process
 from clew.runtime.run_directory import RECIPE
 
 

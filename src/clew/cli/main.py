@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from clew.errors import Interrupted, UserError
+from clew.errors import Interrupted, RunFailed, UserError
 
 FAULTS = "faults.log"
 
@@ -34,6 +34,8 @@ def run(arguments: Sequence[str]) -> int:
         code = _call(arguments)
     except UserError as error:
         return _say(f"error: {error}", 2)
+    except RunFailed as failure:
+        return _say(f"failed: {failure}; what was saved is whole, to go on: {again}", 1)
     except Interrupted as stopped:
         return _say(f"stopped after step {stopped.step}; all of it is saved, to go on: {again}", 130)
     except KeyboardInterrupt:

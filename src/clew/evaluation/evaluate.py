@@ -21,8 +21,9 @@ from clew.envs.base import ImageEnv, Suite
 from clew.envs.maze_env import MazeEnv, parse_action
 from clew.envs.navigators import REFERENCES
 from clew.evaluation.wilson import wilson_interval
-from clew.rollout.engine import Engine, Sampling
-from clew.rollout.episodes import FrameFilter, Limits, Player, play
+from clew.rollout.engine import Sampling
+from clew.rollout.episodes import FrameFilter, Limits
+from clew.rollout.rollouts import Rollouts
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ class Result:
 
 
 def evaluate(
-    engine: Engine,
-    player: Player,
+    rollouts: Rollouts,
     make_env: Callable[[], ImageEnv],
     suite: Suite,
     mode: str,
@@ -112,8 +112,8 @@ def evaluate(
     trajectories: list[Trajectory] = []
     for first in range(0, len(suite.tasks), batch):
         attempts = [(task, 0) for task in suite.tasks[first : first + batch]]
-        trajectories += play(engine, player, make_env, attempts, sampling, limits, seed_parts, see)
-        engine.release()
+        trajectories += rollouts.play(make_env, attempts, sampling, limits, seed_parts, see)
+        rollouts.release()
     return Result(suite.name, mode, step, [_episode(t) for t in trajectories], trajectories)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from clew.envs.base import Suite
@@ -11,12 +12,13 @@ from clew.envs.registry import make_env
 from clew.evaluation.evaluate import Result, SwappedFrames, blank_frames, evaluate, reference, write_result
 from clew.evaluation.suites import RecipeSuites
 from clew.recipe import Recipe
-from clew.rollout.engine import Engine, Sampling
-from clew.rollout.episodes import FrameFilter, Limits, Player
+from clew.rollout.engine import Sampling
+from clew.rollout.episodes import FrameFilter, Limits
+from clew.rollout.rollouts import Rollouts
 
 
 class Evaluator:
-    """Plays the suites of a recipe with an engine and writes what it finds to the run directory.
+    """Plays the suites of a recipe and writes what it finds to the run directory.
 
     Args:
         write_to: the run directory, or None to write nothing.
@@ -26,12 +28,11 @@ class Evaluator:
     def __init__(
         self,
         recipe: Recipe,
-        engine: Engine,
-        player: Player,
+        rollouts: Rollouts,
         write_to: Path | None,
         report: Callable[[Result], None],
     ) -> None:
-        self.recipe, self.engine, self.player = recipe, engine, player
+        self.recipe, self.rollouts = recipe, rollouts
         self.write_to, self.report = write_to, report
         self.suites = RecipeSuites(recipe)
         self.main = recipe.evaluation.suites[0]
@@ -74,15 +75,14 @@ class Evaluator:
         recipe, suite = self.recipe, self.suites.suite(name)
         temperature = 0.0 if mode == "greedy" else recipe.rollout.temperature
         result = evaluate(
-            self.engine,
-            self.player,
-            lambda: make_env(recipe.environment.id, **suite.env_kwargs),
+            self.rollouts,
+            partial(make_env, recipe.environment.id, **suite.env_kwargs),
             suite,
             mode,
             step,
             Sampling(temperature, recipe.rollout.max_new_tokens),
             # A suite with a longer cap needs more tokens; the deadline is the recipe's.
-            Limits(self._token_budget(suite), recipe.rollout.deadline_s),
+            Limits(self._token_budget(suite), recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes),
             ("eval", recipe.training.seed, step, mode),
             see,
         )
@@ -98,5 +98,5 @@ class Evaluator:
 
     def _keep(self, result: Result, *, replays: bool) -> None:
         if self.write_to is not None:
-            write_result(self.write_to, result, self.player.template.tokenizer if replays else None)
+            write_result(self.write_to, result, self.rollouts.player.template.tokenizer if replays else None)
         self.report(result)

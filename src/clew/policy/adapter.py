@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from clew.errors import UserError
 from clew.policy.model import VisionLanguageModel
@@ -70,6 +71,19 @@ class Adapter:
                     f"adapter {self.name}: {module} is outside the language model; this engine can't apply it"
                 )
             yield module.removeprefix(_LANGUAGE_PREFIX), scale * (self.tensors[other] @ self.tensors[key])
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter version in a folder that whoever is to load it can read.
+
+    Attributes:
+        name: of the version; it never means other weights.
+        folder: PEFT files with a manifest.
+    """
+
+    name: str
+    folder: Path
 
 
 def tensors_hash(tensors: dict[str, Tensor]) -> str:
@@ -133,24 +147,18 @@ def _linear_names(model: Any, vision: bool) -> list[str]:
 
 
 def current_adapter(peft_model: PeftModel, step: int) -> Adapter:
-    """A snapshot (a copy) of the LoRA weights as they are, named by step and content."""
-    tensors = {k: v.detach().cpu().clone() for k, v in get_peft_model_state_dict(peft_model).items()}
+    """A snapshot (a copy) of the LoRA weights as they are, named by step and content.
+
+    Of a sharded model, the shards are gathered: all ranks must call it.
+    """
+    tensors = {k: _whole(v).cpu().clone() for k, v in get_peft_model_state_dict(peft_model).items()}
     config = json.loads(json.dumps(peft_model.peft_config["default"].to_dict(), default=_plain))
     return Adapter(f"step-{step:06d}-{tensors_hash(tensors)[:8]}", tensors, config)
 
 
-def restore_adapter(peft_model: PeftModel, tensors: dict[str, Tensor]) -> None:
-    """Loads LoRA weights back into the policy, exactly.
-
-    Raises:
-        UserError: the weights belong to another model or another LoRA configuration.
-    """
-    expected = get_peft_model_state_dict(peft_model)
-    if {k: v.shape for k, v in expected.items()} != {k: v.shape for k, v in tensors.items()}:
-        raise UserError(
-            "adapter: its weights have other names or shapes than this recipe's [model.lora]; use its own recipe"
-        )
-    set_peft_model_state_dict(peft_model, tensors)
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach()
 
 
 def write_adapter(adapter: Adapter, folder: Path) -> None:

@@ -49,39 +49,85 @@ class VisionLanguageModel:
         return self.model.device
 
 
+@dataclass(frozen=True)
+class ModelProcessor:
+    """What talks to a model whose weights are elsewhere: its tokenizer and its image processor.
+
+    Attributes:
+        path: the folder (or hub id) it was loaded from.
+        config: the ``Qwen3VLConfig``.
+        template: chat pieces as token ids.
+        patcher: frames to patches.
+        forbidden_ids: tokens that are never sampled (see ``VisionLanguageModel``), ascending.
+    """
+
+    path: str
+    config: Any
+    template: ChatTemplate
+    patcher: FramePatcher
+    forbidden_ids: list[int]
+
+
 def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> VisionLanguageModel:
     """Loads a Qwen3-VL folder (or hub id).
 
     Raises:
         UserError: the folder is missing, is no Qwen3-VL, or lacks a part.
     """
+    _load_config(path)
+    model = _load(AutoModelForImageTextToText, path, dtype=dtype).to(device).eval()
+    return assemble(str(path), model, _load(AutoTokenizer, path), _load(AutoImageProcessor, path))
+
+
+def load_processor(path: str | Path) -> ModelProcessor:
+    """Loads what a Qwen3-VL folder (or hub id) has beside its weights.
+
+    Raises:
+        UserError: the folder is missing, is no Qwen3-VL, or lacks a part.
+    """
+    config = _load_config(path)
+    tokenizer, image_processor = _load(AutoTokenizer, path), _load(AutoImageProcessor, path)
+    return ModelProcessor(
+        path=str(path),
+        config=config,
+        template=ChatTemplate(tokenizer),
+        patcher=FramePatcher(image_processor),
+        forbidden_ids=_forbidden_ids(tokenizer, config),
+    )
+
+
+def _load_config(path: str | Path) -> Any:
+    config = _load(AutoConfig, path)
+    if config.model_type != "qwen3_vl":
+        raise UserError(f"model.path: {path} is a {config.model_type} model; Clew trains qwen3_vl models")
+    return config
+
+
+def _load(part: Any, path: str | Path, **options: Any) -> Any:
     try:
-        config = AutoConfig.from_pretrained(path)
-        if config.model_type != "qwen3_vl":
-            raise UserError(f"model.path: {path} is a {config.model_type} model; Clew trains qwen3_vl models")
-        model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype).to(device).eval()
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        image_processor = AutoImageProcessor.from_pretrained(path)
+        return part.from_pretrained(path, **options)
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"model.path: {path} can't be loaded as a Hugging Face model folder ({reason})") from error
-    return assemble(str(path), model, tokenizer, image_processor)
 
 
 def assemble(path: str, model: Any, tokenizer: Any, image_processor: Any) -> VisionLanguageModel:
     """Puts a model and its tokenizer and image processor together."""
     batch_vision_attention(model.model.visual)
-    vocab = model.config.text_config.vocab_size
-    forbidden = {tokenizer.convert_tokens_to_ids(t) for t in VISION_TOKENS} & set(range(vocab))
-    forbidden |= set(range(len(tokenizer), vocab))  # padding of the embedding matrix
     return VisionLanguageModel(
         path=path,
         model=model,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer),
         patcher=FramePatcher(image_processor),
-        forbidden_ids=torch.tensor(sorted(forbidden), device=model.device),
+        forbidden_ids=torch.tensor(_forbidden_ids(tokenizer, model.config), device=model.device),
     )
+
+
+def _forbidden_ids(tokenizer: Any, config: Any) -> list[int]:
+    vocab = config.text_config.vocab_size
+    forbidden = {tokenizer.convert_tokens_to_ids(t) for t in VISION_TOKENS} & set(range(vocab))
+    return sorted(forbidden | set(range(len(tokenizer), vocab)))  # padding of the embedding matrix
 
 
 def rope_positions(

@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 
 from clew.errors import UserError
-from clew.recipe import WARM_START, Recipe
+from clew.recipe import WARM_START, ModelTable, Recipe
 
 
-def resolve_model_path(path: str) -> str:
+def resolve_model_path(model: ModelTable) -> str:
     """The folder or hub id to load; ``package:warm-start`` becomes the folder shipped with Clew.
 
     Raises:
         UserError: the shipped folder is missing, or a path that looks local does not exist.
     """
+    path = model.path
     if path == WARM_START:
         folder = Path(str(resources.files("clew") / "assets" / "warm-start"))
         if not (folder / "config.json").is_file():
@@ -25,7 +26,7 @@ def resolve_model_path(path: str) -> str:
         return str(folder)
     local = Path(path).expanduser()
     if local.exists():
-        return str(local.resolve())
+        return str((local / (model.subfolder or "")).resolve())
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"model.path: there is no folder {path}; name a Hugging Face folder, a hub id or {WARM_START}")
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,19 +136,34 @@ class FeatureCache:
     def gather(self, frames: list[np.ndarray]) -> VisualFeatures:
         """Features of frames in order; those not yet known are encoded first, batched by size."""
         keys = [_content_key(frame) for frame in frames]
+        for items in self._unknown(keys, frames):
+            self._add(items)
+        found = [self._features[key] for key in keys]
+        return VisualFeatures(
+            torch.cat([f.embeds_NH for f in found]), torch.cat([f.deepstack_KNH for f in found], dim=1)
+        )
+
+    @torch.no_grad()
+    def fill(self, frames: list[np.ndarray], agree: Callable[[int], int]) -> None:
+        """Encodes the frames that are not known yet, in as many batches as ``agree`` makes of the number needed.
+
+        A sharded tower's forward is a collective: every rank must run it as often as the one that needs it most.
+        """
+        batches = self._unknown([_content_key(frame) for frame in frames], frames)
+        for items in batches:
+            self._add(items)
+        for _ in range(agree(len(batches)) - len(batches)):
+            encode(self.visual, [self.patcher(frames[0])])
+
+    def _unknown(self, keys: list[bytes], frames: list[np.ndarray]) -> list[list[tuple[bytes, Patches]]]:
+        """Frames without features, cut into patches, in batches of one size."""
         fresh: dict[tuple[int, int, int], dict[bytes, Patches]] = {}
         for key, frame in zip(keys, frames, strict=True):
             if key not in self._features:
                 patches = self.patcher(frame)
                 fresh.setdefault(patches.grid, {})[key] = patches
-        for group in fresh.values():
-            items = list(group.items())
-            for first in range(0, len(items), self.batch):
-                self._add(items[first : first + self.batch])
-        found = [self._features[key] for key in keys]
-        return VisualFeatures(
-            torch.cat([f.embeds_NH for f in found]), torch.cat([f.deepstack_KNH for f in found], dim=1)
-        )
+        groups = [list(group.items()) for group in fresh.values()]
+        return [items[i : i + self.batch] for items in groups for i in range(0, len(items), self.batch)]
 
     def _add(self, items: list[tuple[bytes, Patches]]) -> None:
         out = encode(self.visual, [patches for _, patches in items])

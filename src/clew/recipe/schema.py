@@ -102,7 +102,11 @@ class ModelTable(Table):
     """The model the run starts from."""
 
     path: ModelPath
-    """Hugging Face folder of a Qwen3-VL model, or "package:warm-start", the checkpoint shipped with Clew."""
+    """Hugging Face folder or hub id of a Qwen3-VL model, or "package:warm-start", the checkpoint shipped with Clew."""
+    subfolder: Annotated[str | None, Field(min_length=1)] = None
+    """Folder of the model inside its hub repository; left out: the repository itself."""
+    revision: Annotated[str | None, Field(min_length=1)] = None
+    """Commit, tag or branch of the hub repository (`clew prepare` keeps to the commit it found first); left out: main."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the base model's weights and of the computation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -116,7 +120,7 @@ class EnvironmentTable(Table):
 
     id: Text = "clew/Maze-v0"
     """Environment id, version included."""
-    size: Size
+    size: Size = (4, 6)
     """Cells of the maze: [rows, cols]; one number n means [n, n]."""
     max_turns: Positive = 15
     """Turns (answers of the agent) an episode may take."""
@@ -145,6 +149,10 @@ class RolloutTable(Table):
     """Tokens that a whole trajectory may have: prompt, images, answers and feedback."""
     deadline_s: PositiveNumber = 600.0
     """Seconds a step's rollout may take; an episode unfinished then is an infrastructure failure."""
+    concurrent_episodes: Positive = 128
+    """Episodes that one engine plays at a time."""
+    memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.45
+    """Share of a device's memory that a vLLM engine takes: weights and key/value cache (GPUs only)."""
 
 
 class AlgorithmTable(Table):
@@ -166,8 +174,8 @@ class AlgorithmTable(Table):
     """Weight of the KL divergence from the base model (nats a token) in the loss; 0 leaves it out."""
     step_advantage_weight: NonNegativeNumber = 1.0
     """Weight of the part for each turn, relative to the episode's part ("gigpo" only)."""
-    tis_cap: Annotated[float | None, Field(gt=0)] = None
-    """Cap of a token's importance weight (trainer's probability / engine's); left out: no correction."""
+    tis_cap: Annotated[float | None, Field(ge=0)] = None
+    """Cap of a token's importance weight (trainer's / engine's probability); 0: none; left out: 2.0 with "vllm"."""
 
 
 class TrainingTable(Table):
@@ -193,6 +201,8 @@ class TrainingTable(Table):
     """Passes over a step's trajectories."""
     tokens_per_microbatch: Positive = 8192
     """Tokens (padding included) in one forward pass; bounds memory, changes no result beyond rounding."""
+    gradient_checkpointing: bool = False
+    """Whether activations are computed again in the backward pass instead of kept: slower, far less memory."""
     seed: NonNegative = 0
     """Seed of everything random in the run: tasks, sampling, initial adapter."""
 
@@ -270,7 +280,13 @@ class RuntimeTable(Table):
     shared_dir: Annotated[str | None, Field(min_length=1)] = None
     """Folder that every machine sees, for adapters and data sets; left out: the run directory."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
-    """CPU threads of a process; 0 means all cores."""
+    """CPU threads of a process; 0 means all cores (with "ray": the cores shared among the engines or workers)."""
+    address: Annotated[str | None, Field(min_length=1)] = None
+    """Ray cluster to run on (host:port or "auto"); left out: RAY_ADDRESS where that is set, or a cluster of its own."""
+    storage_patience_s: NonNegativeNumber = 60.0
+    """Seconds for which a write to a full or unreachable shared_dir is tried again before the run stops."""
+    device_memory_gb: PositiveNumber = 96.0
+    """Memory of one device, in GB, that `clew cluster plan` plans for."""
 
 
 class TrackingTable(Table):

@@ -18,8 +18,7 @@ from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.paths import base_fingerprint, resolve_device, resolve_dtype, resolve_model_path
 from clew.policy.vision import FeatureCache
 from clew.recipe import Recipe
-from clew.rollout.episodes import Player
-from clew.rollout.transformers_engine import TransformersEngine
+from clew.rollout.rollouts import LocalRollouts
 
 POLICIES = ("model", *REFERENCES)
 
@@ -56,7 +55,7 @@ def evaluate_subject(recipe: Recipe, subject: Subject, on_result: Callable[[Resu
         return results
     if subject.policy != "model":
         raise UserError(f"--policy {subject.policy}: there is no such policy; there are {', '.join(POLICIES)}")
-    vlm = load_model(resolve_model_path(recipe.model.path), resolve_dtype(recipe), resolve_device(recipe))
+    vlm = load_model(resolve_model_path(recipe.model), resolve_dtype(recipe), resolve_device(recipe))
     adapter = None
     if subject.adapter is not None:
         adapter = read_adapter(subject.adapter)
@@ -70,9 +69,9 @@ def make_evaluator(
     recipe: Recipe, vlm: VisionLanguageModel, adapter: Adapter | None, on_result: Callable[[Result], None]
 ) -> Evaluator:
     """An evaluator of a model with an adapter that writes no files."""
-    engine = TransformersEngine(vlm, FeatureCache(vlm.model.model.visual, vlm.patcher))
-    engine.load_adapter(adapter)
-    return Evaluator(recipe, engine, Player(vlm.template, vlm.patcher), None, on_result)
+    rollouts = LocalRollouts.of(vlm, FeatureCache(vlm.model.model.visual, vlm.patcher))
+    rollouts.load(adapter)
+    return Evaluator(recipe, rollouts, None, on_result)
 
 
 def refuse_foreign_adapter(adapter: Adapter, path: Path, vlm: VisionLanguageModel) -> None:

@@ -34,7 +34,7 @@ from clew.policy.paths import base_fingerprint, resolve_device
 from clew.recipe import Recipe
 from clew.report.progress import duration
 from clew.runtime.evaluation import make_evaluator
-from clew.runtime.local import check_parts, cores, prepare_process
+from clew.runtime.process import check_parts, cores, prepare_process
 from clew.runtime.run_directory import RECIPE, check_run_dir, refuse_changed_recipe
 from clew.training.run_state import read_jsonl
 from clew.training.sft import SftProgress, new_model, train_sft

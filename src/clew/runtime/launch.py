@@ -1,20 +1,20 @@
-"""The local runtime: a whole run in this process."""
+"""A run from its recipe to its report, on whatever runtime the recipe names."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from clew.checkpoint import CheckpointStore, RunLock, clean_staging
-from clew.errors import Interrupted, UserError
+from clew.errors import Interrupted
 from clew.recipe import Recipe
 from clew.runtime.interrupt import StopRequest
+from clew.runtime.process import check_parts, check_supported, prepare_process
 from clew.runtime.run_directory import (
     SUMMARY,
     adopt,
@@ -25,11 +25,15 @@ from clew.runtime.run_directory import (
     set_aside,
 )
 
+if TYPE_CHECKING:
+    from clew.rollout.rollouts import Rollouts
+    from clew.training.policy import Policy
+
 log = logging.getLogger(__name__)
 REPORT = "report.html"
 
 
-def run_local(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict[str, Any]:
+def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict[str, Any]:
     """Starts, continues or shows a run, and returns its summary.
 
     An unfinished run goes on from its newest whole checkpoint; a finished one only prints its summary, or
@@ -60,68 +64,6 @@ def run_local(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> d
         going_on = has_results(run_dir)
         adopt(recipe, run_dir)
         return _train(recipe, run_dir, going_on, console)
-
-
-def check_supported(recipe: Recipe) -> None:
-    """Refuses what a recipe may say and this version does not do.
-
-    Raises:
-        UserError: names the key.
-    """
-    if recipe.runtime.kind != "local":
-        raise UserError(
-            f'runtime.kind = "{recipe.runtime.kind}" is not in this version yet: use runtime.kind = "local"'
-        )
-    if recipe.rollout.engine != "transformers":
-        raise UserError(
-            f'rollout.engine = "{recipe.rollout.engine}" is not in this version yet: '
-            'use rollout.engine = "transformers"'
-        )
-    if recipe.model.lora.vision:
-        raise UserError(
-            "model.lora.vision = true is not in this version yet (its engine adapts the language model only): "
-            "use model.lora.vision = false"
-        )
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def prepare_process(recipe: Recipe) -> None:
-    """Sets the threads of torch, and quiets what libraries say about themselves."""
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(recipe.runtime.threads or cores())
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls into it
-
-
-def check_parts(recipe: Recipe, with_model: bool = True) -> None:
-    """Finds bad names in the recipe that only the parts themselves know.
-
-    Args:
-        with_model: the model is used too, and not only a device to put one on.
-
-    Raises:
-        UserError: names the key.
-    """
-    from clew.envs.registry import make_env
-    from clew.envs.suites import suite_settings
-    from clew.evaluation.suites import environment_settings
-    from clew.policy.paths import resolve_device, resolve_model_path
-
-    if with_model:
-        resolve_model_path(recipe.model.path)
-    resolve_device(recipe)
-    settings = environment_settings(recipe.environment)
-    make_env(recipe.environment.id, **settings).close()
-    for name in recipe.evaluation.suites:
-        suite_settings(name, settings)
 
 
 def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> dict[str, Any]:
@@ -168,10 +110,12 @@ def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> d
     begun = f", going on after step {first}" if going_on else ""
     _say(console, f"{recipe.name}: {total} steps of {groups} in {run_dir}{begun}")
     try:
-        with stop, tracker, progress:
+        with stop, tracker, progress, _workforce(recipe, run_dir, progress.note) as (policy, rollouts):
             summary = train(
                 recipe,
                 run_dir,
+                policy,
+                rollouts,
                 on_result=on_result,
                 on_step=on_step,
                 on_note=progress.note,
@@ -186,6 +130,22 @@ def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> d
     progress.finish(summary)
     _say_where(console, run_dir)
     return summary
+
+
+@contextlib.contextmanager
+def _workforce(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Iterator[tuple[Policy, Rollouts]]:
+    """Who trains and who plays, for as long as the run takes."""
+    if recipe.runtime.kind == "ray":
+        from clew.runtime.cluster import cluster
+
+        with cluster(recipe, run_dir, note) as workers:
+            yield workers
+        return
+    from clew.rollout.rollouts import LocalRollouts
+    from clew.training.learner import Learner
+
+    learner = Learner(recipe)
+    yield learner, LocalRollouts.of(learner.vlm, learner.features)
 
 
 def _write_report_anyway(run_dir: Path) -> None:

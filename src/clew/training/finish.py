@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
-
-from peft import PeftModel
 
 from clew.checkpoint import DamagedCheckpoint, verify, write_file_atomic
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
 from clew.evaluation.evaluator import Evaluator
-from clew.policy.adapter import Adapter, current_adapter, read_adapter
+from clew.policy.adapter import Adapter, StoredAdapter
 from clew.recipe import Recipe
 from clew.report.cost import cost
-from clew.rollout.transformers_engine import TransformersEngine
+from clew.rollout.rollouts import Rollouts
 from clew.training.run_state import RunState, read_jsonl
 
 
@@ -25,16 +22,15 @@ def finish(
     recipe: Recipe,
     run_dir: Path,
     evaluator: Evaluator,
-    engine: TransformersEngine,
-    policy: PeftModel,
+    rollouts: Rollouts,
+    final: Adapter | StoredAdapter,
     state: RunState,
     session_began: float,
 ) -> dict[str, Any]:
     """Confirms, tests and sums up; writes summary.json last and returns it."""
     best = state.best_step
     assert best is not None, "the last step is always evaluated"
-    final = current_adapter(policy, state.step)
-    engine.load_adapter(final if best == state.step else _read_best(run_dir / "adapters" / f"step-{best:06d}"))
+    rollouts.load(final if best == state.step else _read_best(run_dir / "adapters" / f"step-{best:06d}"))
     again, unseen = evaluator.confirm(best)
     sight = evaluator.sight(best) if recipe.evaluation.sight else {}
     lines = read_jsonl(run_dir / "metrics.jsonl", "step")
@@ -66,8 +62,14 @@ def finish(
         "trajectories": sum(line["train/episodes"] for line in trained),
         "tokens": sum(line["rollout/tokens_total"] for line in trained),
         "wall_s": wall_s,
-        "device": device_name(engine),
-        "cost": cost(wall_s, 1, recipe.cost.device_hour_price, recipe.cost.currency, recipe.cost.device_watts),
+        "device": rollouts.device,
+        "cost": cost(
+            wall_s,
+            rollouts.devices,
+            recipe.cost.device_hour_price,
+            recipe.cost.currency,
+            recipe.cost.device_watts,
+        ),
     }
     write_file_atomic(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
@@ -103,29 +105,13 @@ def _read_all(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_best(folder: Path) -> Adapter:
+def _read_best(folder: Path) -> StoredAdapter:
     try:
-        verify(folder)
+        facts = verify(folder).facts
     except DamagedCheckpoint as damage:
         wrong = "; ".join(damage.problems[:3])
         raise UserError(
             f"{folder}, the adapter of the best step, is damaged ({wrong}), and the run can't be finished without it: "
             "restore it from a copy, or start again with --fresh"
         ) from damage
-    return read_adapter(folder)
-
-
-def device_name(engine: TransformersEngine) -> str:
-    """What the run computed on, in words."""
-    device = engine.vlm.device
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    names = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
-    return f"CPU, {names[0] if names else platform.processor() or platform.machine()}"
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
+    return StoredAdapter(facts["adapter"], folder)

@@ -18,19 +18,15 @@ from clew.errors import Interrupted
 from clew.evaluation.evaluate import Result
 from clew.evaluation.evaluator import Evaluator
 from clew.evaluation.suites import environment_settings
-from clew.policy.adapter import Adapter, attach_lora, current_adapter
-from clew.policy.export import adapter_effect, export_adapter
-from clew.policy.model import load_model
-from clew.policy.paths import resolve_device, resolve_dtype, resolve_model_path
-from clew.policy.vision import FeatureCache
+from clew.policy.paths import resolve_model_path
 from clew.recipe import Recipe
-from clew.rollout.engine import Sampling, derive_seed
-from clew.rollout.episodes import Limits, Player, play
-from clew.rollout.transformers_engine import TransformersEngine
+from clew.rollout.engine import Sampling
+from clew.rollout.episodes import Limits
+from clew.rollout.rollouts import Rollouts
 from clew.training.finish import finish
+from clew.training.policy import Policy
 from clew.training.run_state import RunState
 from clew.training.samples import episode_metrics, group_metrics, prepare, warnings_for
-from clew.training.update import Updater, deterministic_dropout, no_update_metrics
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +34,8 @@ log = logging.getLogger(__name__)
 def train(
     recipe: Recipe,
     run_dir: Path,
+    policy: Policy,
+    rollouts: Rollouts,
     *,
     on_result: Callable[[Result], None],
     on_step: Callable[[dict[str, Any], dict[str, Any]], None],
@@ -46,45 +44,34 @@ def train(
 ) -> dict[str, Any]:
     """Runs or continues a recipe in a run directory and returns its summary.
 
-    The directory must be locked by the caller and hold this recipe (see ``clew.runtime.local``).
+    The directory must be locked by the caller and hold this recipe (see ``clew.runtime.launch``).
+
+    Args:
+        policy: what is trained.
+        rollouts: what plays with the policy's adapter.
 
     Raises:
         Interrupted: ``should_stop`` answered True; the state is saved.
         UserError: the recipe and the model, the disk or the environment do not go together.
     """
     session_began = time.monotonic()
-    vlm = load_model(resolve_model_path(recipe.model.path), resolve_dtype(recipe), resolve_device(recipe))
-    lora = recipe.model.lora
     seed = recipe.training.seed
-    policy = attach_lora(vlm, lora.rank, lora.alpha, lora.dropout, lora.target, lora.vision, seed)
-    features = FeatureCache(vlm.model.model.visual, vlm.patcher)
-    engine = TransformersEngine(vlm, features)
-    player = Player(vlm.template, vlm.patcher)
-    updater = Updater(
-        vlm,
-        policy,
-        features,
-        recipe.algorithm,
-        recipe.training,
-        recipe.rollout.temperature,
-        recipe.rollout.max_tokens,
-    )
-    evaluator = Evaluator(recipe, engine, player, run_dir, on_result)
+    evaluator = Evaluator(recipe, rollouts, run_dir, on_result)
     settings = environment_settings(recipe.environment)
     sampling = Sampling(recipe.rollout.temperature, recipe.rollout.max_new_tokens)
-    limits = Limits(recipe.rollout.max_tokens, recipe.rollout.deadline_s)
+    limits = Limits(recipe.rollout.max_tokens, recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes)
     held_out = evaluator.suites.held_out()
     new_env = partial(make_env, recipe.environment.id, **settings)
 
-    state = RunState(recipe, run_dir, policy, updater.optimizer)
+    state = RunState(recipe, run_dir, policy)
     state.restore()
-    version = current_adapter(policy, state.step)
-    engine.load_adapter(version)
+    version = policy.publish(state.step)
+    rollouts.load(version)
     tasks = training_tasks(new_env(), held_out, seed, state.position)
 
-    def export(step: int, version: Adapter) -> None:
+    def export(step: int) -> None:
         card = {
-            "base_model": vlm.path,
+            "base_model": resolve_model_path(recipe.model),
             "base_sha256": state.base_sha256,
             "step": step,
             "recipe": recipe.name,
@@ -92,8 +79,7 @@ def train(
             "environment": {"id": recipe.environment.id, **settings},
             "evaluation": state.evaluations.get(step),
         }
-        effect = adapter_effect(vlm, policy, new_env())
-        export_adapter(version, run_dir / "adapters" / f"step-{step:06d}", card, effect)
+        policy.export(run_dir / "adapters" / f"step-{step:06d}", card)
 
     if state.step == 0:
         if recipe.evaluation.references:
@@ -107,27 +93,14 @@ def train(
         step_began = time.monotonic()
 
         # Play: every task by a whole group, all under one policy version.
-        engine.load_adapter(version)
         drawn = take_distinct(tasks, recipe.training.prompts_per_step)
         attempts = [(task, k) for _, task in drawn for k in range(recipe.algorithm.group_size)]
-        trajectories = play(
-            engine,
-            player,
-            new_env,
-            attempts,
-            sampling,
-            limits,
-            ("train", seed, step),
-        )
+        trajectories = rollouts.play(new_env, attempts, sampling, limits, ("train", seed, step))
         played = time.monotonic()
 
         # Judge each trajectory against its group, and learn from the groups that differ.
         samples, used = prepare(trajectories, recipe.algorithm)
-        with deterministic_dropout(derive_seed("update", seed, step)):
-            if any(used):
-                update = updater.update(samples, used, step)
-            else:
-                update = no_update_metrics(updater.learning_rate(step))
+        update = policy.update(samples, used, step)
         learned = time.monotonic()
 
         metrics: dict[str, Any] = {
@@ -140,19 +113,22 @@ def train(
         for warning in warnings_for(metrics):
             on_note(f"warning: step {step}: {warning}")
 
-        # Look at the new policy, save it.
+        # Every engine samples with the new policy from here on.
         last = step == recipe.training.steps
         state.step, state.position = step, drawn[-1][0]
-        version = current_adapter(policy, step)
+        version = policy.publish(step)
+        rollouts.load(version)
+        synced = time.monotonic()
+
+        # Look at it, save it.
         improved = False
         if last or step % recipe.evaluation.interval == 0:
-            engine.load_adapter(version)
             results = [evaluator.regular(step), *(evaluator.thorough(step) if last else [])]
             metrics |= evaluation_metrics(results)
             improved = state.record_evaluation(results[0])
         evaluated = time.monotonic()
         if last or improved or step % recipe.checkpoint.export_interval == 0:
-            export(step, version)
+            export(step)
         append_jsonl(run_dir / "metrics.jsonl", metrics)
         stopping = should_stop()
         if last or stopping or step % recipe.checkpoint.interval == 0:
@@ -162,7 +138,8 @@ def train(
             "step": step,
             "rollout_s": played - step_began,
             "train_s": learned - played,
-            "eval_s": evaluated - learned,
+            "sync_s": synced - learned,
+            "eval_s": evaluated - synced,
             "checkpoint_s": now - evaluated,
             "step_s": now - step_began,
             "tokens_per_s": metrics["rollout/tokens_total"] / (learned - step_began),
@@ -176,7 +153,7 @@ def train(
         if stopping and not last:
             raise Interrupted(step)
 
-    return finish(recipe, run_dir, evaluator, engine, policy, state, session_began)
+    return finish(recipe, run_dir, evaluator, rollouts, version, state, session_began)
 
 
 def evaluation_metrics(results: list[Result]) -> dict[str, float]:

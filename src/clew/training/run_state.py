@@ -7,24 +7,19 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import PeftModel
-from peft.utils import get_peft_model_state_dict
-from safetensors.torch import load_file, save_file
-
 from clew.checkpoint import CheckpointStore, truncate_jsonl
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
-from clew.policy.adapter import restore_adapter
 from clew.policy.paths import base_fingerprint, resolve_model_path
 from clew.recipe import Recipe
+from clew.training.learner import STATE
+from clew.training.policy import Policy
 
 log = logging.getLogger(__name__)
-ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.pt", "state.json"
 
 
 class RunState:
-    """Step, data position and evaluations so far, beside the policy and its optimizer.
+    """Step, data position and evaluations so far, saved beside the policy and its optimizer.
 
     No random-number state is kept because there is none: every draw derives from (seed, step, task, ...).
 
@@ -35,10 +30,10 @@ class RunState:
         session: how many times the run was started before.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, policy: PeftModel, optimizer: torch.optim.Optimizer) -> None:
-        self.recipe, self.run_dir, self.policy, self.optimizer = recipe, run_dir, policy, optimizer
+    def __init__(self, recipe: Recipe, run_dir: Path, policy: Policy) -> None:
+        self.recipe, self.run_dir, self.policy = recipe, run_dir, policy
         self.store = CheckpointStore(run_dir / "checkpoints", recipe.checkpoint.keep)
-        self.base_sha256 = base_fingerprint(resolve_model_path(recipe.model.path))
+        self.base_sha256 = base_fingerprint(resolve_model_path(recipe.model))
         self.step = self.position = 0
         self.evaluations: dict[int, dict[str, Any]] = {}
         sessions = [line["session"] for line in read_jsonl(run_dir / "timing.jsonl", "session", "elapsed_s")]
@@ -58,8 +53,7 @@ class RunState:
                     f"model.path: {self.recipe.model.path} is not the base model that {self.run_dir} was trained from "
                     "(its weights have another SHA-256); put the old weights back or train with --fresh"
                 )
-            restore_adapter(self.policy, load_file(folder / ADAPTER))
-            self.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, weights_only=True))
+            self.policy.restore(folder)
             self.step, self.position = kept["step"], kept["position"]
             self.evaluations = {int(step): brief for step, brief in kept["evaluations"].items()}
         metrics = self.run_dir / "metrics.jsonl"
@@ -88,14 +82,8 @@ class RunState:
             "evaluations": self.evaluations,
             "base_sha256": self.base_sha256,
         }
-
-        def write(folder: Path) -> None:
-            tensors = {k: v.detach().cpu().contiguous() for k, v in get_peft_model_state_dict(self.policy).items()}
-            save_file(tensors, folder / ADAPTER)
-            torch.save(self.optimizer.state_dict(), folder / OPTIMIZER)
-            (folder / STATE).write_text(json.dumps(kept, indent=1) + "\n")
-
-        self.store.save(self.step, write, {"base_sha256": self.base_sha256})
+        facts = {"base_sha256": self.base_sha256}
+        self.policy.save(self.store, self.step, json.dumps(kept, indent=1) + "\n", facts)
 
 
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:

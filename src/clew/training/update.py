@@ -6,10 +6,12 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from peft import PeftModel
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from clew.agent.ledger import Trajectory
 from clew.algorithms import (
@@ -23,6 +25,7 @@ from clew.algorithms import (
 from clew.policy.model import TokenScores, VisionLanguageModel, collate, score
 from clew.policy.vision import FeatureCache
 from clew.recipe import AlgorithmTable, TrainingTable
+from clew.training.ranks import ALONE, Ranks, balanced
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,15 @@ class Sample:
 
 
 class Updater:
-    """Holds the policy and its optimizer and turns samples into an update."""
+    """Holds the policy and its optimizer and turns samples into an update.
+
+    Several ranks share the work: each computes the sequences that ``balanced`` gives it, and the gradients are those
+    of the loss over all of them. Where the policy is sharded, every forward is a collective, so all ranks run the
+    same number of micro-batches; who has fewer repeats one with weight 0.
+
+    Args:
+        tis_cap: cap of a token's importance weight between trainer and engine; None: no correction.
+    """
 
     def __init__(
         self,
@@ -49,10 +60,13 @@ class Updater:
         training: TrainingTable,
         temperature: float,
         max_tokens: int,
+        tis_cap: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.vlm, self.peft_model, self.features = vlm, peft_model, features
         self.algorithm, self.training = algorithm, training
-        self.temperature, self.max_tokens = temperature, max_tokens
+        self.temperature, self.max_tokens, self.tis_cap = temperature, max_tokens, tis_cap
+        self.ranks = ranks
         self.parameters = [p for p in peft_model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=training.learning_rate, betas=(0.9, 0.95), weight_decay=training.weight_decay
@@ -79,32 +93,51 @@ class Updater:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         metrics = _Sums()
-        chunks = _split(samples, used, self.training.minibatches)
-        several = self.training.minibatches * self.training.epochs > 1
+        chunks = [self._minibatch(*chunk) for chunk in _split(samples, used, self.training.minibatches)]
+        chunks = [chunk for chunk in chunks if chunk.parts]
+        if self.ranks.size > 1:
+            shown = [s.trajectory for chunk in chunks for part in chunk.parts for s in part]
+            frames = [turn.frame for trajectory in shown for turn in trajectory.turns]
+            self.features.fill(frames, lambda batches: int(self.ranks.highest([batches])[0]))
         # With a single update the old policy is the current one: its log-probabilities are those of the loss.
-        old = self._score_all([s for chunk, flags in chunks for s in _only(chunk, flags)]) if several else {}
+        several = self.training.minibatches * self.training.epochs > 1
+        old = self._score_all([part for chunk in chunks for part in chunk.parts]) if several else {}
         for _ in range(self.training.epochs):
-            for chunk, flags in chunks:
-                self._minibatch(chunk, flags, old, metrics)
-        return {**metrics.result(), "train/learning_rate": lr}
+            for chunk in chunks:
+                self._optimize(chunk, old, metrics)
+        return {**metrics.result(self.ranks), "train/learning_rate": lr}
 
-    def _minibatch(self, samples: list[Sample], used: list[bool], old: dict[int, Tensor], metrics: _Sums) -> None:
-        computed = _only(samples, used)
+    def _minibatch(self, samples: list[Sample], used: list[bool]) -> _Minibatch:
+        """This rank's share of a minibatch, as micro-batches."""
+        computed = [s for s, u in zip(samples, used, strict=True) if u]
         if not computed:
-            return
+            return _Minibatch([], 0, 1.0)
         norm = loss_norm(
             self.algorithm.loss_reduction,
             tokens=sum(sum(s.trajectory.sampled) for s in samples),
             sequences=len(samples),
             max_tokens=self.max_tokens,
         )
+        shares = balanced([len(s.trajectory.token_ids) for s in computed], self.ranks.size)
+        parts = list(self._microbatches([computed[i] for i in shares[self.ranks.rank]]))
+        rounds = int(self.ranks.highest([len(parts)])[0])
+        shortest = min(computed, key=lambda s: len(s.trajectory.token_ids))
+        return _Minibatch(parts + [[shortest]] * (rounds - len(parts)), len(parts), norm)
+
+    def _optimize(self, minibatch: _Minibatch, old: dict[int, Tensor], metrics: _Sums) -> None:
         self.optimizer.zero_grad()
         loss_sum = 0.0
         self.peft_model.train()  # LoRA dropout, if any, is for the gradient alone
-        for part in self._microbatches(computed):
-            loss_sum += self._accumulate(part, norm, old, metrics)
+        for number, part in enumerate(minibatch.parts):
+            if number < minibatch.real:
+                loss_sum += self._accumulate(part, minibatch.norm, old, metrics)
+            else:
+                self._accumulate(part, minibatch.norm, old, _Sums(), weight=0.0)
         self.peft_model.eval()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm)
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
+        (loss_sum,) = self.ranks.sums([loss_sum])
         if not math.isfinite(loss_sum) or not torch.isfinite(grad_norm):
             metrics.skipped += 1
             return
@@ -113,7 +146,9 @@ class Updater:
         metrics.loss += loss_sum
         metrics.grad_norm += float(grad_norm)
 
-    def _accumulate(self, part: list[Sample], norm: float, old: dict[int, Tensor], metrics: _Sums) -> float:
+    def _accumulate(
+        self, part: list[Sample], norm: float, old: dict[int, Tensor], metrics: _Sums, weight: float = 1.0
+    ) -> float:
         """Adds the gradients of one micro-batch; returns its share of the loss."""
         scores, mask_BT = self._score(part)
         logprobs_BT = _spread(scores.logprobs_N, mask_BT)
@@ -121,7 +156,7 @@ class Updater:
         engine_BT = _padded([s.trajectory.logprobs for s in part], mask_BT)
         old_BT = _padded([old[id(s)].tolist() for s in part], mask_BT) if old else logprobs_BT.detach()
         a = self.algorithm
-        weights_BT = truncated_importance_weights(old_BT, engine_BT, a.tis_cap) if a.tis_cap is not None else None
+        weights_BT = truncated_importance_weights(old_BT, engine_BT, self.tis_cap) if self.tis_cap else None
         result = policy_loss(
             logprobs_BT,
             old_BT,
@@ -140,7 +175,8 @@ class Updater:
             kl_BT = kl_k3(logprobs_BT, _spread(base_scores.logprobs_N, mask_BT), mask_BT)
             loss = loss + a.kl_coef * reduce_tokens(kl_BT, mask_BT, reduction=a.loss_reduction, norm=norm)
             metrics.kl_base += float(kl_BT.detach().sum())
-        loss.backward()
+        # The ranks' gradients are averaged, and the loss is a sum over them.
+        (loss * (weight * self.ranks.size)).backward()
         metrics.add(result, scores, (logprobs_BT.detach() - engine_BT)[mask_BT] if not old else None)
         return float(loss.detach())
 
@@ -155,10 +191,10 @@ class Updater:
         return scores, batch.scored_BT.to(scores.logprobs_N.device)
 
     @torch.no_grad()
-    def _score_all(self, samples: list[Sample]) -> dict[int, Tensor]:
+    def _score_all(self, parts: list[list[Sample]]) -> dict[int, Tensor]:
         """Log-probabilities of each sample under the policy before the update: [T], zeros where not sampled."""
         found: dict[int, Tensor] = {}
-        for part in self._microbatches(samples):
+        for part in parts:
             scores, mask_BT = self._score(part)
             for sample, row in zip(part, _spread(scores.logprobs_N, mask_BT), strict=True):
                 found[id(sample)] = row[: len(sample.trajectory.token_ids)].clone()
@@ -173,6 +209,19 @@ class Updater:
             while rest and (len(part) + 1) * width <= self.training.tokens_per_microbatch:
                 part.append(rest.pop())
             yield part
+
+
+class _Minibatch(NamedTuple):
+    """What a rank computes for one optimizer update.
+
+    Attributes:
+        parts: micro-batches; those from ``real`` on only keep step with the other ranks.
+        norm: divisor of the loss, over all ranks (see ``loss_norm``).
+    """
+
+    parts: list[list[Sample]]
+    real: int
+    norm: float
 
 
 class _Sums:
@@ -195,25 +244,25 @@ class _Sums:
             self.gap_max = max(self.gap_max, float(gap_N.abs().max()))
             self.gap_tokens += gap_N.numel()
 
-    def result(self) -> dict[str, float]:
-        tokens, updates = max(self.tokens, 1), max(self.updates, 1)
+    def result(self, ranks: Ranks) -> dict[str, float]:
+        tokens, clipped, kl, kl_base, entropy, gap, gap_tokens = ranks.sums(
+            [self.tokens, self.clipped, self.kl, self.kl_base, self.entropy, self.gap, self.gap_tokens]
+        )
+        ratio_max, gap_max = ranks.highest([self.ratio_max, self.gap_max])
+        tokens, updates = max(tokens, 1), max(self.updates, 1)
         return {
             "train/updates": self.updates,
             "train/skipped_nonfinite": self.skipped,
             "train/loss": self.loss / updates,
             "train/grad_norm": self.grad_norm / updates,
-            "policy/entropy": self.entropy / tokens,
-            "policy/kl": self.kl / tokens,
-            "policy/kl_base": self.kl_base / tokens,
-            "policy/clip_fraction": self.clipped / tokens,
-            "policy/ratio_max": self.ratio_max,
-            "policy/logprob_gap_mean": self.gap / max(self.gap_tokens, 1),
-            "policy/logprob_gap_max": self.gap_max,
+            "policy/entropy": entropy / tokens,
+            "policy/kl": kl / tokens,
+            "policy/kl_base": kl_base / tokens,
+            "policy/clip_fraction": clipped / tokens,
+            "policy/ratio_max": ratio_max,
+            "policy/logprob_gap_mean": gap / max(gap_tokens, 1),
+            "policy/logprob_gap_max": gap_max,
         }
-
-
-def _only(samples: list[Sample], used: list[bool]) -> list[Sample]:
-    return [s for s, u in zip(samples, used, strict=True) if u]
 
 
 def _split(samples: list[Sample], used: list[bool], minibatches: int) -> list[tuple[list[Sample], list[bool]]]:
@@ -243,7 +292,7 @@ def _turn_values(part: list[Sample], mask_BT: Tensor) -> Tensor:
 
 def no_update_metrics(learning_rate: float) -> dict[str, float]:
     """The update metrics of a step in which no group carried signal: a counted no-op."""
-    return {**_Sums().result(), "train/learning_rate": learning_rate}
+    return {**_Sums().result(ALONE), "train/learning_rate": learning_rate}
 
 
 @contextlib.contextmanager

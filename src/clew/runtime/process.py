@@ -1,0 +1,70 @@
+"""Before anything runs: what this version does, what the recipe's parts say of their names, threads."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from clew.errors import UserError
+from clew.recipe import Recipe
+
+
+def check_supported(recipe: Recipe) -> None:
+    """Refuses what a recipe may say and this version does not do.
+
+    Raises:
+        UserError: names the key.
+    """
+    if recipe.runtime.kind == "skyrl":
+        raise UserError('runtime.kind = "skyrl" is not in this version yet: use runtime.kind = "local" or "ray"')
+    if recipe.runtime.kind == "local" and recipe.rollout.engine != "transformers":
+        raise UserError(
+            f'rollout.engine = "{recipe.rollout.engine}" needs engines of their own: set runtime.kind = "ray", '
+            'or use rollout.engine = "transformers"'
+        )
+    if recipe.model.lora.vision:
+        raise UserError(
+            "model.lora.vision = true is not in this version yet (its engine adapts the language model only): "
+            "use model.lora.vision = false"
+        )
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def prepare_process(recipe: Recipe) -> None:
+    """Sets the threads of torch, and quiets what libraries say about themselves."""
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(recipe.runtime.threads or cores())
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls into it
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+
+
+def check_parts(recipe: Recipe, with_model: bool = True) -> None:
+    """Finds bad names in the recipe that only the parts themselves know.
+
+    Args:
+        with_model: the model is used too, and not only a device to put one on.
+
+    Raises:
+        UserError: names the key.
+    """
+    from clew.envs.registry import make_env
+    from clew.envs.suites import suite_settings
+    from clew.evaluation.suites import environment_settings
+    from clew.policy.paths import resolve_device, resolve_model_path
+
+    if with_model:
+        resolve_model_path(recipe.model)
+    resolve_device(recipe)
+    settings = environment_settings(recipe.environment)
+    make_env(recipe.environment.id, **settings).close()
+    for name in recipe.evaluation.suites:
+        suite_settings(name, settings)
