@@ -1,0 +1,187 @@
+"""The Ray runtime: finds or starts a cluster, places policy workers and engines on it, and takes them down again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from clew.checkpoint.staging import discard, staging_path
+from clew.errors import UserError
+from clew.policy.model import load_processor
+from clew.policy.paths import resolve_model_path
+from clew.recipe import Recipe
+from clew.rollout.episodes import Player
+from clew.runtime.devices import DevicePlan, plan_devices
+from clew.runtime.engine_fleet import RayRollouts
+from clew.runtime.engine_workers import EngineWorker
+from clew.runtime.placement import Placement, place
+from clew.runtime.policy_workers import PolicyWorker, RayPolicy
+from clew.runtime.process import cores
+from clew.runtime.run_directory import RECIPE
+from clew.training.run_state import read_jsonl
+
+SYNC = "sync"
+_PLACED_WITHIN_S = 600.0
+
+
+@contextlib.contextmanager
+def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Iterator[tuple[RayPolicy, RayRollouts]]:
+    """Policy workers and engines of a run, for as long as the context lasts.
+
+    Adapter versions are published below RUN/sync; those that no engine may still need are removed.
+
+    Raises:
+        UserError: there is no such cluster, or it is too small.
+        RunFailed: workers die at the start.
+    """
+    run_dir = Path(os.path.abspath(run_dir))
+    placement = place(recipe)
+    with _connected(recipe):
+        plan = plan_devices(recipe, placement, *_resources(recipe, placement))
+        group = _reserve(recipe, placement, plan)
+        try:
+            actors = _Actors(recipe, placement, plan, group)
+            sync = run_dir / SYNC
+            processor = load_processor(resolve_model_path(recipe.model))
+            devices = len(placement.devices) if plan.device == "cuda" else len(placement.nodes)
+            rollouts = RayRollouts(
+                actors.engine,
+                recipe.runtime.engines,
+                Player(processor.template, processor.patcher),
+                devices,
+                note,
+                lambda needed: _prune(sync, needed),
+            )
+            session = 1 + len({line["session"] for line in read_jsonl(run_dir / "timing.jsonl", "session")})
+            policy = RayPolicy(
+                [actors.policy(rank) for rank in range(len(placement.ranks))],
+                recipe,
+                sync,
+                session,
+                rollouts.sleep if plan.sleep else lambda: None,
+                note,
+            )
+            policy.start(run_dir / RECIPE)
+            yield policy, rollouts
+        finally:
+            remove_placement_group(group)
+
+
+@contextlib.contextmanager
+def _connected(recipe: Recipe) -> Iterator[None]:
+    """A connection to the recipe's cluster, or to one of this process's own."""
+    address = recipe.runtime.address or os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address:
+        try:
+            ray.init(address=address, **options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            key = "runtime.address" if recipe.runtime.address else "RAY_ADDRESS"
+            raise UserError(
+                f"{key}: there is no Ray cluster at {address} ({error}); start one with `ray start`"
+            ) from error
+    else:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only; no token file at home
+        ray.init(address="local", num_cpus=max(cores(), 1), include_dashboard=False, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _resources(recipe: Recipe, placement: Placement) -> tuple[float, float]:
+    """GPUs of the cluster, and CPUs of a machine that works.
+
+    Raises:
+        UserError: it has fewer machines than the recipe places workers on.
+    """
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    if len(machines) < len(placement.nodes):
+        raise UserError(
+            f"runtime.nodes = {len(placement.nodes)} but the Ray cluster has {len(machines)} that take work: "
+            "add machines, or lower runtime.nodes"
+        )
+    return sum(m.get("GPU", 0) for m in machines), min(m["CPU"] for m in machines)
+
+
+def _reserve(recipe: Recipe, placement: Placement, plan: DevicePlan) -> PlacementGroup:
+    """One bundle a node, with all that is placed on it.
+
+    Raises:
+        UserError: the cluster has no room for them.
+    """
+    bundles = []
+    for node in placement.nodes:
+        bundle = {"CPU": plan.worker_cpus * (len(node.ranks) + len(node.engines))}
+        if plan.device == "cuda":
+            bundle["GPU"] = float(len(node.devices))
+        bundles.append(bundle)
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if len(bundles) > 1 else "PACK")
+    try:
+        ray.get(group.ready(), timeout=_PLACED_WITHIN_S)
+    except GetTimeoutError as error:
+        remove_placement_group(group)
+        available = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
+        raise UserError(
+            f"[runtime]: the Ray cluster has no room for {bundles} (one bundle a machine; it has {available} left): "
+            "wait for what runs there, add machines, or lower runtime.nodes, workers_per_node or engines"
+        ) from error
+    return group
+
+
+class _Actors:
+    """Starts actors in their places."""
+
+    def __init__(self, recipe: Recipe, placement: Placement, plan: DevicePlan, group: PlacementGroup) -> None:
+        self.recipe, self.placement, self.plan, self.group = recipe, placement, plan, group
+
+    def policy(self, rank: int) -> Any:
+        """The policy worker of a rank."""
+        options = self._options(self.placement.ranks[rank].node, self.plan.policy_share, self.plan.policy_threads)
+        return (
+            ray.remote(PolicyWorker)
+            .options(**options)
+            .remote(
+                self.recipe,
+                rank,
+                len(self.placement.ranks),
+                self.plan.device,
+                self.plan.backend,
+                self.plan.policy_threads,
+            )
+        )
+
+    def engine(self, index: int) -> Any:
+        """An engine by its number."""
+        options = self._options(self.placement.engines[index].node, self.plan.engine_share, self.plan.engine_threads)
+        # It is fed and asked while it plays.
+        return (
+            ray.remote(EngineWorker)
+            .options(**options, max_concurrency=4)
+            .remote(self.recipe, self.plan.device, self.plan.engine_threads, self.plan.sleep)
+        )
+
+    def _options(self, node: int, share: float, threads: int) -> dict[str, Any]:
+        return {
+            "num_cpus": self.plan.worker_cpus,
+            "num_gpus": share,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=node),
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}},
+        }
+
+
+def _prune(sync: Path, needed: set[str]) -> None:
+    """Removes the adapter versions that no engine may still need."""
+    for folder in sync.iterdir() if sync.is_dir() else ():
+        if folder.name.startswith("step-") and folder.name not in needed:
+            doomed = staging_path(folder)  # renamed first: a name never shows a partial version
+            folder.rename(doomed)
+            discard(doomed)

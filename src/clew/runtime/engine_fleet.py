@@ -1,0 +1,249 @@
+"""All engines of a Ray run: every episode is played by one of them, also when some die on the way."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from clew.agent.ledger import StopReason, Trajectory
+from clew.envs.base import Task
+from clew.errors import RunFailed, UserError
+from clew.policy.adapter import Adapter, StoredAdapter
+from clew.rollout.engine import Sampling
+from clew.rollout.episodes import FrameFilter, Limits, MakeEnv, Player
+from clew.rollout.feed import Attempt
+from clew.runtime.engine_workers import Job
+from clew.runtime.ray_errors import cause_of, describe
+
+log = logging.getLogger(__name__)
+
+TRIES = 2  # an episode whose engine died is played once more; then it is lost
+_STARTS = 3  # of one engine within one batch of episodes
+_SILENCE_S = 60.0  # what an engine may take beyond the deadline before it is taken for dead
+
+
+@dataclass
+class _Engine:
+    """One engine's place in the fleet.
+
+    Attributes:
+        actor: who holds the place now; a dead one is replaced.
+        outstanding: the attempts it is playing, by their place in the batch.
+        stream: what it has played comes from here; None while it is not playing.
+        ready: answers when a new actor has loaded model and version; None when it has.
+        pid: process id of the actor.
+        starts: of replacements, in this batch.
+    """
+
+    actor: Any
+    outstanding: dict[int, Attempt] = field(default_factory=dict)
+    stream: Any = None
+    ready: Any = None
+    pid: int = 0
+    starts: int = 0
+
+
+class RayRollouts:
+    """A ``Rollouts`` (see ``clew.rollout.rollouts``) whose engines are actors.
+
+    Attempts wait in one place. An engine gets an even share, of neighbours, so that the samples of a task meet in one
+    prefix cache; whenever it ends an episode it gets the next that waits, so all are busy until the last episodes. An
+    episode stays with its engine. When an engine dies, its episodes go back to those that wait, and a new engine with
+    the same adapter takes its place.
+
+    Args:
+        start_engine: makes the actor of an engine, by its number.
+        engines: how many.
+        note: told of engines that die.
+        after_load: called with the names of the versions that engines may still need, after every engine has loaded.
+    """
+
+    def __init__(
+        self,
+        start_engine: Callable[[int], Any],
+        engines: int,
+        player: Player,
+        devices: int,
+        note: Callable[[str], None],
+        after_load: Callable[[set[str]], None],
+    ) -> None:
+        self.start_engine, self.note, self.after_load = start_engine, note, after_load
+        self.player, self.devices, self.device = player, devices, ""
+        self.engines = [_Engine(start_engine(i)) for i in range(engines)]
+        for engine in self.engines:
+            engine.ready = engine.actor.start.remote(None)
+        self.version: StoredAdapter | None = None
+        self.asleep = False
+        self._jobs = itertools.count()
+        self._on_all("wake")
+
+    def load(self, version: Adapter | StoredAdapter | None) -> None:
+        """See ``Rollouts.load``: returns when every engine has acknowledged the version.
+
+        Raises:
+            UserError: the version is damaged, or does not fit the model.
+            RunFailed: engines die again and again.
+        """
+        assert not isinstance(version, Adapter), "an adapter reaches these engines through shared storage"
+        before, self.version = self.version, version
+        if self.asleep:
+            self._on_all("wake")
+            self.asleep = False
+        expected = version.name if version else "base"
+        for index, acknowledged in enumerate(self._on_all("load", version)):
+            if acknowledged != expected:
+                raise RunFailed(f"engine {index} says it has version {acknowledged} where {expected} was loaded")
+        # The one before is kept too: a reader that is slow to let go must not find it gone.
+        self.after_load({v.name for v in (before, version) if v})
+
+    def sleep(self) -> None:
+        """Engines give up their devices' memory until the next ``load``."""
+        self._on_all("sleep")
+        self.asleep = True
+
+    def release(self) -> None:
+        """See ``Rollouts.release``: engines forget a batch when it ends."""
+
+    def play(
+        self,
+        make_env: MakeEnv,
+        attempts: Sequence[tuple[Task, int]],
+        sampling: Sampling,
+        limits: Limits,
+        seed_parts: tuple[int | str, ...],
+        see: FrameFilter | None = None,
+    ) -> list[Trajectory]:
+        """See ``Rollouts.play``.
+
+        Raises:
+            RunFailed: engines die again and again, or one fails.
+            UserError: as raised by an engine.
+        """
+        job = Job(next(self._jobs), make_env, sampling, limits, seed_parts, see)
+        waiting = deque(Attempt(i, task, sample) for i, (task, sample) in enumerate(attempts))
+        tries: Counter[int] = Counter()
+        played: dict[int, Trajectory] = {}
+        until = time.monotonic() + limits.deadline_s + _SILENCE_S
+        share = min(-(-len(attempts) // len(self.engines)), limits.concurrent)
+        for engine in self.engines:
+            engine.starts = 0
+            if engine.ready is None:
+                self._begin(engine, job, waiting, share)
+        while len(played) < len(attempts):
+            engine, outcome = self._next(until)
+            if isinstance(outcome, tuple):
+                place, trajectory = outcome
+                del engine.outstanding[place]
+                played[place] = trajectory
+            elif outcome is None:
+                self._begin(engine, job, waiting, limits.concurrent)
+            else:
+                for attempt in self._replace(engine, outcome):
+                    tries[attempt.place] += 1
+                    if tries[attempt.place] < TRIES:
+                        waiting.append(attempt)
+                    else:
+                        played[attempt.place] = _lost(attempt)
+            for engine in self.engines:
+                if engine.stream is not None and waiting and len(engine.outstanding) < limits.concurrent:
+                    more = _take(waiting, limits.concurrent - len(engine.outstanding))
+                    engine.outstanding |= {attempt.place: attempt for attempt in more}
+                    engine.actor.feed.remote(job.number, more)
+        self._end(job)
+        return [played[place] for place in range(len(attempts))]
+
+    def _begin(self, engine: _Engine, job: Job, waiting: deque[Attempt], share: int) -> None:
+        first = _take(waiting, share)
+        engine.outstanding = {attempt.place: attempt for attempt in first}
+        engine.stream = engine.actor.play.options(num_returns="streaming").remote(job, first)
+
+    def _next(self, until: float) -> tuple[_Engine, tuple[int, Trajectory] | Exception | None]:
+        """The next thing that happens to an engine: an episode ended, it died of an error, or (None) it is ready."""
+        watched = {id(e.stream or e.ready): e for e in self.engines if e.stream or e.ready}
+        handles = [e.stream or e.ready for e in watched.values()]
+        done, _ = ray.wait(handles, num_returns=1, timeout=max(until - time.monotonic(), 0))
+        if not done:
+            engine = next(e for e in self.engines if e.outstanding or e.ready)
+            return engine, TimeoutError(f"it did not answer within {_SILENCE_S:.0f} s after the deadline")
+        engine = watched[id(done[0])]
+        try:
+            if engine.stream is None:
+                self._started(engine)
+                return engine, None
+            return engine, ray.get(next(engine.stream))
+        except StopIteration:
+            return engine, RuntimeError("it stopped playing too early")
+        except (RayActorError, RayTaskError) as error:
+            return engine, cause_of(error)
+
+    def _started(self, engine: _Engine) -> None:
+        engine.pid, self.device = ray.get(engine.ready)
+        engine.ready = None
+
+    def _replace(self, engine: _Engine, error: Exception) -> list[Attempt]:
+        """Starts another engine in the place of one that died; returns what that one had not finished.
+
+        Raises:
+            UserError: that is what it died of.
+            RunFailed: this place has seen too many engines die.
+        """
+        if isinstance(error, UserError):
+            raise error
+        index = self.engines.index(engine)
+        reason = describe(error)
+        if engine.starts == _STARTS:
+            raise RunFailed(f"engine {index} died {_STARTS + 1} times in a row ({reason})")
+        ray.kill(engine.actor)
+        unfinished = list(engine.outstanding.values())
+        again = f"; its {len(unfinished)} unfinished episodes are played again" if unfinished else ""
+        self.note(f"engine {index} died ({reason}){again}; another one is started in its place")
+        engine.starts += 1
+        engine.outstanding, engine.stream = {}, None
+        engine.actor = self.start_engine(index)
+        engine.ready = engine.actor.start.remote(self.version)
+        return unfinished
+
+    def _end(self, job: Job) -> None:
+        """Closes a batch on every engine that took part in it."""
+        playing = [engine for engine in self.engines if engine.stream is not None]
+        for engine in playing:
+            engine.actor.finish.remote(job.number)
+        for engine in playing:
+            try:
+                ray.get(engine.stream.completed())
+                engine.stream = None
+            except (RayActorError, RayTaskError) as error:
+                self._replace(engine, cause_of(error))
+
+    def _on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method on every engine and returns what they return; one that dies is replaced and asked again."""
+        for engine in self.engines:
+            engine.starts = 0
+        calls = {i: getattr(e.actor, method).remote(*arguments) for i, e in enumerate(self.engines) if not e.ready}
+        answers = {}
+        for index, engine in enumerate(self.engines):
+            while index not in answers:
+                try:
+                    if engine.ready is not None:
+                        self._started(engine)
+                        calls[index] = getattr(engine.actor, method).remote(*arguments)
+                    answers[index] = ray.get(calls[index])
+                except (RayActorError, RayTaskError) as error:
+                    self._replace(engine, cause_of(error))
+        return [answers[index] for index in range(len(self.engines))]
+
+
+def _take(waiting: deque[Attempt], most: int) -> list[Attempt]:
+    return [waiting.popleft() for _ in range(min(most, len(waiting)))]
+
+
+def _lost(attempt: Attempt) -> Trajectory:
+    return Trajectory(attempt.task, attempt.sample, stop_reason=StopReason.ENGINE_LOST)
