@@ -13,7 +13,7 @@ from rich.console import Console
 from clew.errors import UserError
 from clew.report.cost import cost
 from clew.report.progress import Progress, duration, sparkline, summary_table
-from clew.report.tracking import Tracker
+from clew.report.tracking import TensorBoard, Tracker
 
 METRICS = {"step": 10, "train/solve_rate": 0.25, "train/solved": 16, "train/episodes": 64,
            "train/reward_mean": 0.25, "policy/entropy": 1.25, "train/updates": 1}  # fmt: skip
@@ -134,10 +134,10 @@ def test_sinks_get_the_finite_numbers_only() -> None:
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Tracker.for_run(tmp_path) as first:
+    with Tracker([TensorBoard(tmp_path / "tensorboard")]) as first:
         for step in range(1, 6):
             first.log({"step": step, "train/solve_rate": 0.1})
-    with Tracker.for_run(tmp_path, resumed_after=3) as second:
+    with Tracker([TensorBoard(tmp_path / "tensorboard", 3)]) as second:
         for step in range(4, 7):
             second.log({"step": step, "train/solve_rate": 0.9})
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -57,6 +57,10 @@ class DamagedCheckpoint(UserError):
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         super().__init__(f"{path} is damaged: {'; '.join(problems[:3])}{more}; restore it from a copy or delete it")
 
+    def __reduce__(self) -> tuple[type[DamagedCheckpoint], tuple[Path, list[str]]]:
+        """It is raised in worker processes too, and pickled on its way from there."""
+        return DamagedCheckpoint, (self.path, self.problems)
+
 
 @dataclass(frozen=True)
 class FileRecord:

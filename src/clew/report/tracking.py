@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,16 +49,11 @@ class Tracker:
     """Sends the numbers of each step to every sink.
 
     Args:
-        sinks: where to send them; an empty sequence tracks nothing.
+        sinks: where to send them; none tracks nothing.
     """
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Iterable[Sink]) -> None:
         self._sinks = tuple(sinks)
-
-    @classmethod
-    def for_run(cls, run_dir: Path, resumed_after: int | None = None) -> Tracker:
-        """The default tracker of a run: TensorBoard under ``RUN/tensorboard``."""
-        return cls([TensorBoard(run_dir / "tensorboard", resumed_after)])
 
     def log(self, metrics: Mapping[str, Any], timing: Mapping[str, Any] | None = None) -> None:
         """Logs one line of ``metrics.jsonl`` and, if given, of ``timing.jsonl`` (under ``timing/``).

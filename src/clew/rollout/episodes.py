@@ -226,6 +226,7 @@ def play_feed(
 ) -> Iterator[tuple[int, Trajectory]]:
     """Plays what a feed holds until it is closed and empty; yields (index, trajectory) as episodes end."""
     until = time.monotonic() + limits.deadline_s
+    patience_s = min(engine.patience_s, limits.deadline_s / 20)
     calls: EnvCalls[_Episode] = EnvCalls()
     episodes: list[_Episode] = []
     asked: dict[int, _Episode] = {}  # by the identity of their trajectory
@@ -238,7 +239,7 @@ def play_feed(
                 return
             # What an environment did while the engine was at work counts, even when the deadline has passed meanwhile.
             waiting_ends = max(until, time.monotonic() + 0.1)
-            for episode, outcome, error in calls.wait(engine.patience_s, until=waiting_ends, at_least_one=not asked):
+            for episode, outcome, error in calls.wait(patience_s, until=waiting_ends, at_least_one=not asked):
                 episode.absorb(outcome, error)
             late = time.monotonic() > until
             for episode in episodes:

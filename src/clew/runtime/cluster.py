@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,22 +14,23 @@ from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from clew.checkpoint import write_file_atomic
 from clew.checkpoint.staging import discard, staging_path
 from clew.errors import UserError
 from clew.policy.model import load_processor
 from clew.policy.paths import resolve_model_path
 from clew.recipe import Recipe
 from clew.rollout.episodes import Player
-from clew.runtime.devices import DevicePlan, plan_devices
+from clew.runtime.devices import DevicePlan, Whereabouts, plan_devices
 from clew.runtime.engine_fleet import RayRollouts
 from clew.runtime.engine_workers import EngineWorker
 from clew.runtime.placement import Placement, place
 from clew.runtime.policy_workers import PolicyWorker, RayPolicy
 from clew.runtime.process import cores
 from clew.runtime.run_directory import RECIPE
-from clew.training.run_state import read_jsonl
+from clew.training.run_state import next_session
 
-SYNC = "sync"
+SYNC, WORKERS = "sync", "workers.json"
 _PLACED_WITHIN_S = 600.0
 
 
@@ -51,25 +53,33 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
             actors = _Actors(recipe, placement, plan, group)
             sync = run_dir / SYNC
             processor = load_processor(resolve_model_path(recipe.model))
-            devices = len(placement.devices) if plan.device == "cuda" else len(placement.nodes)
+            ranks: list[Whereabouts] = []
+
+            def record() -> None:
+                """Who works where now, for whoever looks after the machines."""
+                engines = [engine.where._asdict() if engine.where else None for engine in rollouts.engines]
+                found = {"policy": [where._asdict() for where in ranks], "engines": engines}
+                write_file_atomic(run_dir / WORKERS, json.dumps(found, indent=1) + "\n")
+
             rollouts = RayRollouts(
                 actors.engine,
                 recipe.runtime.engines,
                 Player(processor.template, processor.patcher),
-                devices,
+                len(placement.devices) if plan.device == "cuda" else len(placement.nodes),
                 note,
+                record,
                 lambda needed: _prune(sync, needed),
             )
-            session = 1 + len({line["session"] for line in read_jsonl(run_dir / "timing.jsonl", "session")})
             policy = RayPolicy(
                 [actors.policy(rank) for rank in range(len(placement.ranks))],
                 recipe,
                 sync,
-                session,
+                next_session(run_dir),
                 rollouts.sleep if plan.sleep else lambda: None,
                 note,
             )
-            policy.start(run_dir / RECIPE)
+            ranks += policy.start(run_dir / RECIPE)
+            rollouts.start()
             yield policy, rollouts
         finally:
             remove_placement_group(group)
@@ -90,6 +100,7 @@ def _connected(recipe: Recipe) -> Iterator[None]:
             ) from error
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine only; no token file at home
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other program halt the run
         ray.init(address="local", num_cpus=max(cores(), 1), include_dashboard=False, **options)
     try:
         yield

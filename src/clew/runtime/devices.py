@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import ray
+import torch
 
 from clew.recipe import Recipe
+from clew.rollout.rollouts import device_name
 from clew.runtime.placement import Placement
+
+
+class Whereabouts(NamedTuple):
+    """Where a worker runs: machine, its id in the Ray cluster, process, and what it computes on, in words."""
+
+    host: str
+    node: str
+    pid: int
+    device: str
+
+
+def whereabouts(device: str) -> Whereabouts:
+    """Of this process."""
+    node = ray.get_runtime_context().get_node_id()
+    return Whereabouts(socket.gethostname(), node, os.getpid(), device_name(torch.device(device)))
 
 
 @dataclass(frozen=True)

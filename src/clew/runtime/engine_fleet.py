@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -20,14 +20,17 @@ from clew.policy.adapter import Adapter, StoredAdapter
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits, MakeEnv, Player
 from clew.rollout.feed import Attempt
+from clew.runtime.devices import Whereabouts
 from clew.runtime.engine_workers import Job
 from clew.runtime.ray_errors import cause_of, describe
 
 log = logging.getLogger(__name__)
 
-TRIES = 2  # an episode whose engine died is played once more; then it is lost
-_STARTS = 3  # of one engine within one batch of episodes
+TRIES = 2  # of an episode beside others; when its engine died each time, it is played alone, and then it is lost
+_DEATHS = 3  # of engines in one place with no episode ended in between; one more ends the run
+_FAULTS = 1  # the same of engines that raise something: the next will probably raise it too
 _SILENCE_S = 60.0  # what an engine may take beyond the deadline before it is taken for dead
+_START_S = 1800.0  # what it may take to start
 
 
 @dataclass
@@ -39,16 +42,18 @@ class _Engine:
         outstanding: the attempts it is playing, by their place in the batch.
         stream: what it has played comes from here; None while it is not playing.
         ready: answers when a new actor has loaded model and version; None when it has.
-        pid: process id of the actor.
-        starts: of replacements, in this batch.
+        where: the actor runs.
+        deaths: in this place since the last episode that ended there.
+        alone: whether what it is playing is suspected of killing engines, and so gets no company.
     """
 
     actor: Any
     outstanding: dict[int, Attempt] = field(default_factory=dict)
     stream: Any = None
     ready: Any = None
-    pid: int = 0
-    starts: int = 0
+    where: Whereabouts | None = None
+    deaths: int = 0
+    alone: bool = False
 
 
 class RayRollouts:
@@ -63,6 +68,7 @@ class RayRollouts:
         start_engine: makes the actor of an engine, by its number.
         engines: how many.
         note: told of engines that die.
+        on_start: called when an engine has started.
         after_load: called with the names of the versions that engines may still need, after every engine has loaded.
     """
 
@@ -73,9 +79,10 @@ class RayRollouts:
         player: Player,
         devices: int,
         note: Callable[[str], None],
+        on_start: Callable[[], None],
         after_load: Callable[[set[str]], None],
     ) -> None:
-        self.start_engine, self.note, self.after_load = start_engine, note, after_load
+        self.start_engine, self.note, self.on_start, self.after_load = start_engine, note, on_start, after_load
         self.player, self.devices, self.device = player, devices, ""
         self.engines = [_Engine(start_engine(i)) for i in range(engines)]
         for engine in self.engines:
@@ -83,6 +90,14 @@ class RayRollouts:
         self.version: StoredAdapter | None = None
         self.asleep = False
         self._jobs = itertools.count()
+
+    def start(self) -> None:
+        """Waits until every engine has loaded the model.
+
+        Raises:
+            UserError: as an engine raises it.
+            RunFailed: engines die again and again.
+        """
         self._on_all("wake")
 
     def load(self, version: Adapter | StoredAdapter | None) -> None:
@@ -129,50 +144,66 @@ class RayRollouts:
         """
         job = Job(next(self._jobs), make_env, sampling, limits, seed_parts, see)
         waiting = deque(Attempt(i, task, sample) for i, (task, sample) in enumerate(attempts))
+        suspects: deque[Attempt] = deque()
         tries: Counter[int] = Counter()
         played: dict[int, Trajectory] = {}
-        until = time.monotonic() + limits.deadline_s + _SILENCE_S
+        until = time.monotonic() + limits.deadline_s
         share = min(-(-len(attempts) // len(self.engines)), limits.concurrent)
         for engine in self.engines:
-            engine.starts = 0
+            engine.deaths = 0
             if engine.ready is None:
-                self._begin(engine, job, waiting, share)
+                self._begin(engine, job, _take(waiting, share), until)
         while len(played) < len(attempts):
             engine, outcome = self._next(until)
             if isinstance(outcome, tuple):
                 place, trajectory = outcome
                 del engine.outstanding[place]
+                engine.deaths = 0
                 played[place] = trajectory
             elif outcome is None:
-                self._begin(engine, job, waiting, limits.concurrent)
+                self._begin(engine, job, _take(waiting, limits.concurrent), until)
             else:
+                guilty = engine.alone
                 for attempt in self._replace(engine, outcome):
                     tries[attempt.place] += 1
-                    if tries[attempt.place] < TRIES:
+                    if guilty:
+                        played[attempt.place] = _lost(attempt)
+                    elif tries[attempt.place] < TRIES:
                         waiting.append(attempt)
                     else:
-                        played[attempt.place] = _lost(attempt)
-            for engine in self.engines:
-                if engine.stream is not None and waiting and len(engine.outstanding) < limits.concurrent:
-                    more = _take(waiting, limits.concurrent - len(engine.outstanding))
-                    engine.outstanding |= {attempt.place: attempt for attempt in more}
-                    engine.actor.feed.remote(job.number, more)
+                        suspects.append(attempt)
+            self._hand_out(job, waiting, suspects, limits.concurrent)
         self._end(job)
         return [played[place] for place in range(len(attempts))]
 
-    def _begin(self, engine: _Engine, job: Job, waiting: deque[Attempt], share: int) -> None:
-        first = _take(waiting, share)
+    def _begin(self, engine: _Engine, job: Job, first: list[Attempt], until: float) -> None:
         engine.outstanding = {attempt.place: attempt for attempt in first}
-        engine.stream = engine.actor.play.options(num_returns="streaming").remote(job, first)
+        left = replace(job.limits, deadline_s=max(until - time.monotonic(), 0.0))
+        engine.stream = engine.actor.play.options(num_returns="streaming").remote(replace(job, limits=left), first)
+
+    def _hand_out(self, job: Job, waiting: deque[Attempt], suspects: deque[Attempt], most: int) -> None:
+        """Gives what waits to engines with room for it."""
+        for engine in self.engines:
+            if engine.stream is None or (engine.alone and engine.outstanding):
+                continue
+            engine.alone = False
+            more = _take(waiting, most - len(engine.outstanding))
+            if not more and suspects and not engine.outstanding:
+                more, engine.alone = [suspects.popleft()], True
+            if more:
+                engine.outstanding |= {attempt.place: attempt for attempt in more}
+                engine.actor.feed.remote(job.number, more)
 
     def _next(self, until: float) -> tuple[_Engine, tuple[int, Trajectory] | Exception | None]:
         """The next thing that happens to an engine: an episode ended, it died of an error, or (None) it is ready."""
         watched = {id(e.stream or e.ready): e for e in self.engines if e.stream or e.ready}
         handles = [e.stream or e.ready for e in watched.values()]
-        done, _ = ray.wait(handles, num_returns=1, timeout=max(until - time.monotonic(), 0))
+        playing = [engine for engine in self.engines if engine.outstanding]
+        timeout = max(until + _SILENCE_S - time.monotonic(), 0) if playing else _START_S
+        done, _ = ray.wait(handles, num_returns=1, timeout=timeout)
         if not done:
-            engine = next(e for e in self.engines if e.outstanding or e.ready)
-            return engine, TimeoutError(f"it did not answer within {_SILENCE_S:.0f} s after the deadline")
+            silent = (playing or [engine for engine in self.engines if engine.ready])[0]
+            return silent, TimeoutError(f"no answer within {timeout:.0f} s")
         engine = watched[id(done[0])]
         try:
             if engine.stream is None:
@@ -185,8 +216,9 @@ class RayRollouts:
             return engine, cause_of(error)
 
     def _started(self, engine: _Engine) -> None:
-        engine.pid, self.device = ray.get(engine.ready)
-        engine.ready = None
+        where: Whereabouts = ray.get(engine.ready)
+        engine.where, engine.ready, self.device = where, None, where.device
+        self.on_start()
 
     def _replace(self, engine: _Engine, error: Exception) -> list[Attempt]:
         """Starts another engine in the place of one that died; returns what that one had not finished.
@@ -199,14 +231,14 @@ class RayRollouts:
             raise error
         index = self.engines.index(engine)
         reason = describe(error)
-        if engine.starts == _STARTS:
-            raise RunFailed(f"engine {index} died {_STARTS + 1} times in a row ({reason})")
+        if engine.deaths >= (_DEATHS if isinstance(error, RayActorError | TimeoutError) else _FAULTS):
+            raise RunFailed(f"engine {index} died {engine.deaths + 1} times in a row ({reason})")
         ray.kill(engine.actor)
         unfinished = list(engine.outstanding.values())
         again = f"; its {len(unfinished)} unfinished episodes are played again" if unfinished else ""
         self.note(f"engine {index} died ({reason}){again}; another one is started in its place")
-        engine.starts += 1
-        engine.outstanding, engine.stream = {}, None
+        engine.deaths += 1
+        engine.outstanding, engine.stream, engine.alone = {}, None, False
         engine.actor = self.start_engine(index)
         engine.ready = engine.actor.start.remote(self.version)
         return unfinished
@@ -226,7 +258,7 @@ class RayRollouts:
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
         """Calls a method on every engine and returns what they return; one that dies is replaced and asked again."""
         for engine in self.engines:
-            engine.starts = 0
+            engine.deaths = 0
         calls = {i: getattr(e.actor, method).remote(*arguments) for i, e in enumerate(self.engines) if not e.ready}
         answers = {}
         for index, engine in enumerate(self.engines):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from clew.recipe import Recipe
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits, MakeEnv, Player, play_feed
 from clew.rollout.feed import Attempt, Feed
-from clew.rollout.rollouts import device_name
 from clew.rollout.transformers_engine import TransformersEngine
+from clew.runtime.devices import Whereabouts, whereabouts
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class EngineWorker:
         self._feeds: dict[int, Feed] = {}
         self._lock = threading.Lock()
 
-    def start(self, version: StoredAdapter | None) -> tuple[int, str]:
-        """Loads the model, and an adapter version; returns the process id and the device in words.
+    def start(self, version: StoredAdapter | None) -> Whereabouts:
+        """Loads the model, and an adapter version.
 
         Raises:
             UserError: as the engine and the model loader raise it.
@@ -72,7 +71,7 @@ class EngineWorker:
             self.engine = TransformersEngine(vlm, FeatureCache(vlm.model.model.visual, vlm.patcher))
             self.player = Player(vlm.template, vlm.patcher)
         self.engine.load_adapter(version)
-        return os.getpid(), device_name(torch.device(self.device))
+        return whereabouts(self.device)
 
     def load(self, version: StoredAdapter | None) -> str:
         """Checks a version's files and samples with it from here on; returns the name of what is loaded.

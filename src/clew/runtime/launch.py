@@ -26,6 +26,7 @@ from clew.runtime.run_directory import (
 )
 
 if TYPE_CHECKING:
+    from clew.report.tracking import Sink
     from clew.rollout.rollouts import Rollouts
     from clew.training.policy import Policy
 
@@ -77,7 +78,7 @@ def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> d
     first = latest[0] if latest else 0
     # What the trackers hold of steps that are done again is purged, step 0 too where nothing was saved.
     resumed_after = (first if latest else -1) if going_on else None
-    tracker = Tracker.for_run(run_dir, resumed_after) if recipe.tracking.tensorboard else Tracker([])
+    tracker = Tracker(_sinks(recipe, run_dir, resumed_after))
     heldout = recipe.evaluation.suites[0]
     progress = Progress(total, console, first_step=first, heldout=heldout)
     stop = StopRequest()
@@ -130,6 +131,17 @@ def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> d
     progress.finish(summary)
     _say_where(console, run_dir)
     return summary
+
+
+def _sinks(recipe: Recipe, run_dir: Path, resumed_after: int | None) -> Iterator[Sink]:
+    from clew.report.tracking import TensorBoard
+
+    if recipe.tracking.tensorboard:
+        yield TensorBoard(run_dir / "tensorboard", resumed_after)
+    if recipe.runtime.kind == "ray":
+        from clew.runtime.ray_metrics import RayMetrics
+
+        yield RayMetrics(run_dir.name)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +17,7 @@ from clew.checkpoint import CheckpointStore, write_directory
 from clew.errors import RunFailed, UserError
 from clew.policy.adapter import StoredAdapter, write_adapter
 from clew.recipe import Recipe
+from clew.runtime.devices import Whereabouts, whereabouts
 from clew.runtime.patience import with_patience
 from clew.runtime.ray_errors import cause_of, describe
 from clew.training.learner import Learner
@@ -41,8 +41,8 @@ class PolicyWorker:
             probe.bind(("", 0))
             return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
-    def start(self, address: str, marker: Path) -> int:
-        """Joins the other ranks and loads the model; returns the process id.
+    def start(self, address: str, marker: Path) -> Whereabouts:
+        """Joins the other ranks and loads the model.
 
         Args:
             address: where rank 0 listens.
@@ -62,7 +62,7 @@ class PolicyWorker:
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
         self.learner = Learner(self.recipe, self.ranks, self.device)
-        return os.getpid()
+        return whereabouts(self.device)
 
     def restore(self, folder: Path) -> None:
         """See ``Policy.restore``."""
@@ -115,9 +115,13 @@ class RayPolicy:
         self.before_update, self.note = before_update, note
         self.doing = "at the start"
 
-    def start(self, marker: Path) -> list[int]:
-        """Has all ranks meet and load the model; returns their process ids."""
-        address = self._first_of([self.workers[0].address.remote()])
+    def start(self, marker: Path) -> list[Whereabouts]:
+        """Has all ranks meet and load the model; returns where they are."""
+        first = self.workers[0].address.remote()
+        try:
+            address = ray.get(first)
+        except (RayActorError, RayTaskError):
+            raise self._reason([first]) from None
         return self._all("start", address, marker)
 
     def restore(self, folder: Path) -> None:
@@ -166,12 +170,6 @@ class RayPolicy:
             except (RayActorError, RayTaskError):
                 raise self._reason(calls) from None
         return ray.get(calls)
-
-    def _first_of(self, calls: list[Any]) -> Any:
-        try:
-            return ray.get(calls[0])
-        except (RayActorError, RayTaskError):
-            raise self._reason(calls) from None
 
     def _reason(self, calls: list[Any]) -> Exception:
         """Why a call failed: the death of a rank comes before what it did to the others."""

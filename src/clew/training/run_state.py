@@ -36,8 +36,7 @@ class RunState:
         self.base_sha256 = base_fingerprint(resolve_model_path(recipe.model))
         self.step = self.position = 0
         self.evaluations: dict[int, dict[str, Any]] = {}
-        sessions = [line["session"] for line in read_jsonl(run_dir / "timing.jsonl", "session", "elapsed_s")]
-        self.session = 1 + max(sessions, default=0)
+        self.session = next_session(run_dir)
 
     def restore(self) -> None:
         """Goes back to the newest whole checkpoint, if there is one, and drops metrics of later steps.
@@ -84,6 +83,13 @@ class RunState:
         }
         facts = {"base_sha256": self.base_sha256}
         self.policy.save(self.store, self.step, json.dumps(kept, indent=1) + "\n", facts)
+
+
+def next_session(run_dir: Path) -> int:
+    """The number of a start of this run that begins now, from 1; starts that finished no step don't count."""
+    return 1 + max(
+        (line["session"] for line in read_jsonl(run_dir / "timing.jsonl", "session", "elapsed_s")), default=0
+    )
 
 
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
