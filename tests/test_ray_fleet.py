@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-ray = pytest.importorskip("ray", reason="the ray extra is not installed")
-
+import ray
 from conftest import ROOT
 from slow_env import DeadlyMaze, HangingMaze, SlowMaze, StampedMaze
 

@@ -63,7 +63,8 @@ def check_parts(recipe: Recipe, with_model: bool = True) -> None:
 
     if with_model:
         resolve_model_path(recipe.model)
-    resolve_device(recipe)
+    if recipe.runtime.kind == "local":  # the machines of a cluster have devices of their own
+        resolve_device(recipe)
     settings = environment_settings(recipe.environment)
     make_env(recipe.environment.id, **settings).close()
     for name in recipe.evaluation.suites:

@@ -11,7 +11,7 @@ _UNITS = (("_per_s", "_per_second"), ("_s", "_seconds"))
 
 
 class RayMetrics:
-    """A tracker's sink: every scalar is a gauge of the same name, ``ray_clew_...`` once Ray has put its prefix before it.
+    """A tracker's sink: every scalar is a gauge, called ``ray_clew_...`` once Ray has put its prefix before it.
 
     Args:
         run: value of the label that tells runs apart.

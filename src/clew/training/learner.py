@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -46,11 +47,11 @@ class Learner:
 
     def __init__(self, recipe: Recipe, ranks: Ranks = ALONE, device: str | None = None) -> None:
         self.recipe, self.ranks = recipe, ranks
-        dtype = resolve_dtype(recipe)
+        dtype, device = resolve_dtype(recipe), device or resolve_device(recipe)
         self.vlm: VisionLanguageModel = load_model(
             resolve_model_path(recipe.model),
             dtype if ranks.size == 1 else torch.float32,
-            device or resolve_device(recipe),
+            device if ranks.size == 1 else "cpu",
         )
         lora = recipe.model.lora
         self.policy = attach_lora(
@@ -59,7 +60,7 @@ class Learner:
         if recipe.training.gradient_checkpointing:
             self.vlm.model.gradient_checkpointing_enable({"use_reentrant": False})
         if ranks.size > 1:
-            shard(self.vlm, ranks.size, dtype)
+            shard(self.vlm, ranks.size, dtype, device)
         self.features = FeatureCache(self.vlm.model.model.visual, self.vlm.patcher)
         self.updater = Updater(
             self.vlm,
@@ -142,7 +143,10 @@ class Learner:
 
     def _write_shards(self, folder: Path) -> None:
         state = self._state(with_optimizer=bool(self.updater.optimizer.state))
-        dcp.save(state, storage_writer=_Writer(folder / SHARDS), no_dist=self.ranks.size == 1)
+        try:
+            dcp.save(state, storage_writer=_Writer(folder / SHARDS), no_dist=self.ranks.size == 1)
+        except CheckpointException as error:  # no Exception; all ranks get it, with what went wrong on any of them
+            raise next(iter(error.failures.values()))[0] from error
 
     def _state(self, with_optimizer: bool) -> dict[str, Any]:
         """Tensors by name (shards, where there are several ranks); an optimizer without state would be given one."""
