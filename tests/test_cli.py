@@ -50,7 +50,7 @@ def test_help_is_quick_and_names_the_commands() -> None:
         check=True,
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    for name in ("train", "eval", "sft", "export", "report", "doctor"):
+    for name in ("train", "eval", "sft", "export", "report", "doctor", "prepare", "cluster"):
         assert f" {name} " in done.stdout
     assert done.stdout.splitlines()[-1] == "False"
     # Of the processor, so that a loaded machine can't fail the test.

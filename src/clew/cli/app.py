@@ -17,6 +17,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+cluster = typer.Typer(help="Look at a cluster before it runs.", no_args_is_help=True)
+app.add_typer(cluster, name="cluster")
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Place:
 place = Place()
 
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe shipped with Clew (laptop), or a TOML file.")
+    str, typer.Argument(metavar="RECIPE", help="A recipe shipped with Clew (gpu, hyperpod, laptop), or a TOML file.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -66,12 +68,12 @@ def train(
     from rich.console import Console
 
     from clew.recipe import load_recipe
-    from clew.runtime.local import run_local
+    from clew.runtime.launch import launch
     from clew.runtime.run_directory import default_run_dir
 
     loaded = load_recipe(recipe, overrides or ())
     place.run_dir = run or default_run_dir(loaded)
-    run_local(loaded, place.run_dir, fresh, Console())
+    launch(loaded, place.run_dir, fresh, Console())
 
 
 @app.command("eval")
@@ -98,6 +100,27 @@ def evaluate(
 
     place.run_dir = run
     run_eval(overrides or [], run, model, adapter, suite, policy, json_file)
+
+
+@app.command()
+def prepare(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", help="Folder to write to; runtime.shared_dir, or ./prepared, if not given."),
+    ] = None,
+) -> None:
+    """Make ready what a run's first start needs: the model of a hub, checked, and the lists of tasks."""
+    from rich.console import Console
+
+    from clew.recipe import load_recipe
+    from clew.runtime.prepare import prepare as make_ready
+    from clew.runtime.prepare import prepared_dir
+
+    loaded = load_recipe(recipe, overrides or ())
+    place.run_dir = to or prepared_dir(loaded)
+    make_ready(loaded, to, Console(), [recipe, *(overrides or [])])
 
 
 @app.command()
@@ -150,3 +173,14 @@ def doctor() -> None:
 
     if not show():
         raise typer.Exit(1)
+
+
+@cluster.command("plan")
+def cluster_plan(recipe: RecipeName, overrides: Overrides = None) -> None:
+    """Show who runs where and the memory each device needs; refuse what cannot fit or divide."""
+    from rich.console import Console
+
+    from clew.cli.cluster import show_plan
+    from clew.recipe import load_recipe
+
+    show_plan(load_recipe(recipe, overrides or ()), Console())

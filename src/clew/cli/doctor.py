@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata, resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ _PACKAGES = (
     "pydantic",
     "tensorboard",
 )
+_EXTRAS = {"ray": 'runtime.kind = "ray"', "vllm": 'rollout.engine = "vllm"'}
 _MEMORY_NEEDED = 3.0  # GB, of the laptop recipe
 _DISK_NEEDED = 1.0  # GB, of its run directory with room to spare
 
@@ -52,6 +54,12 @@ def findings() -> Iterator[Finding]:
             yield Finding(package, metadata.version(package))
         except metadata.PackageNotFoundError:
             yield Finding(package, "missing", "install Clew again (make setup)")
+    for module, purpose in _EXTRAS.items():
+        if find_spec(module) is None:
+            yield Finding(module, f"not installed; needed for {purpose} only")
+        else:  # vLLM for CPUs is another distribution of the same module
+            names = metadata.packages_distributions()[module]
+            yield Finding(module, ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names))))
     yield Finding("cores", f"{cores()} usable of {os.cpu_count()}")
     yield from _torch()
     memory = _memory_gb()

@@ -15,7 +15,7 @@ from clew.errors import UserError
 from clew.recipe import Recipe, load_recipe
 from clew.report.progress import Progress
 from clew.runtime.adapters import exported_steps, find_adapter
-from clew.runtime.process import check_parts, check_supported, prepare_process
+from clew.runtime.process import check_parts, check_supported, located, prepare_process
 from clew.runtime.run_directory import RECIPE
 
 
@@ -47,6 +47,8 @@ def run_eval(
     check_supported(recipe)
     if run is not None and policy == "model" and adapter is None:
         step, adapter = find_adapter(run, "best")
+    if policy == "model":
+        recipe = located(recipe)
     prepare_process(recipe)
     check_parts(recipe, with_model=policy == "model")
     from clew.runtime.evaluation import Subject, evaluate_subject, record

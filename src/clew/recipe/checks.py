@@ -78,11 +78,19 @@ def _batches(recipe: Recipe) -> Iterator[Conflict]:
             f"choose {_divisor_below(prompts * group, parts)} minibatches or another prompts_per_step",
             keys,
         )
-    # Clew's own workers fill uneven parts up with zero-weight dummies; SkyRL drops prompts instead.
-    if recipe.runtime.kind != "skyrl":
-        return
     ranks = recipe.runtime.nodes * recipe.runtime.workers_per_node
     rank_keys = ("runtime.kind", "runtime.nodes", "runtime.workers_per_node")
+    # Clew's own workers fill uneven parts up with zero-weight dummies; SkyRL drops prompts instead.
+    if recipe.runtime.kind == "ray" and prompts * group // parts < ranks:
+        yield Conflict(
+            f"training.minibatches = {parts} leaves {prompts * group // parts} trajectories in a minibatch (of "
+            f"training.prompts_per_step = {prompts} times algorithm.group_size = {group}) for {ranks} policy workers "
+            "(runtime.nodes times runtime.workers_per_node), less than one each: "
+            "choose fewer minibatches, fewer workers or a larger prompts_per_step",
+            (*keys, *rank_keys),
+        )
+    if recipe.runtime.kind != "skyrl":
+        return
     if prompts % ranks:
         yield Conflict(
             f"training.prompts_per_step = {prompts} is no multiple of the {ranks} SkyRL workers "
@@ -103,10 +111,19 @@ def _divisor_below(number: int, start: int) -> int:
 
 
 def _runtime(recipe: Recipe) -> Iterator[Conflict]:
-    if recipe.runtime.kind != "local":
+    runtime = recipe.runtime
+    if runtime.kind != "local":
+        devices = runtime.nodes * runtime.workers_per_node
+        if runtime.colocate and runtime.engines > devices:
+            yield Conflict(
+                f"runtime.engines = {runtime.engines} is more than the {devices} devices that runtime.colocate = true "
+                f"has them share with policy workers (runtime.nodes = {runtime.nodes} times runtime.workers_per_node = "
+                f"{runtime.workers_per_node}): choose at most {devices} engines, or runtime.colocate = false",
+                ("runtime.engines", "runtime.colocate", "runtime.nodes", "runtime.workers_per_node"),
+            )
         return
     for key in ("nodes", "workers_per_node", "engines"):
-        count = getattr(recipe.runtime, key)
+        count = getattr(runtime, key)
         if count != 1:
             yield Conflict(
                 f'runtime.{key} = {count} needs a cluster, but runtime.kind = "local" runs in this process: '

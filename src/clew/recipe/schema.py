@@ -106,7 +106,7 @@ class ModelTable(Table):
     subfolder: Annotated[str | None, Field(min_length=1)] = None
     """Folder of the model inside its hub repository; left out: the repository itself."""
     revision: Annotated[str | None, Field(min_length=1)] = None
-    """Commit, tag or branch of the hub repository (`clew prepare` keeps to the commit it found first); left out: main."""
+    """Commit, tag or branch of the hub repository; `clew prepare` keeps to the commit it found first; default: main."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of the base model's weights and of the computation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -278,7 +278,7 @@ class RuntimeTable(Table):
     colocate: bool = True
     """Whether engines share the policy workers' devices."""
     shared_dir: Annotated[str | None, Field(min_length=1)] = None
-    """Folder that every machine sees, for adapters and data sets; left out: the run directory."""
+    """Folder that all machines see, above runs, prepared models and task lists; left out: the working directory."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
     """CPU threads of a process; 0 means all cores (with "ray": the cores shared among the engines or workers)."""
     address: Annotated[str | None, Field(min_length=1)] = None

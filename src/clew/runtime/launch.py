@@ -14,7 +14,7 @@ from clew.checkpoint import CheckpointStore, RunLock, clean_staging
 from clew.errors import Interrupted
 from clew.recipe import Recipe
 from clew.runtime.interrupt import StopRequest
-from clew.runtime.process import check_parts, check_supported, prepare_process
+from clew.runtime.process import check_parts, check_supported, located, prepare_process
 from clew.runtime.run_directory import (
     SUMMARY,
     adopt,
@@ -57,14 +57,15 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
             return summary
     # All that may be wrong with the input is found before a directory is made or moved.
     prepare_process(recipe)
-    check_parts(recipe)
+    ready = located(recipe)
+    check_parts(ready)
     if fresh and (aside := set_aside(run_dir)) is not None:
         _say(console, f"the run that was here is kept in {aside}")
     with RunLock(run_dir):
         clean_staging(run_dir)
         going_on = has_results(run_dir)
         adopt(recipe, run_dir)
-        return _train(recipe, run_dir, going_on, console)
+        return _train(ready, run_dir, going_on, console)
 
 
 def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib.util import find_spec
 
 from clew.errors import UserError
 from clew.recipe import Recipe
@@ -17,6 +18,8 @@ def check_supported(recipe: Recipe) -> None:
     """
     if recipe.runtime.kind == "skyrl":
         raise UserError('runtime.kind = "skyrl" is not in this version yet: use runtime.kind = "local" or "ray"')
+    if recipe.runtime.kind == "ray" and find_spec("ray") is None:
+        raise UserError('runtime.kind: "ray" needs Ray, which is not installed: pip install "clew[ray]"')
     if recipe.runtime.kind == "local" and recipe.rollout.engine != "transformers":
         raise UserError(
             f'rollout.engine = "{recipe.rollout.engine}" needs engines of their own: set runtime.kind = "ray", '
@@ -27,6 +30,25 @@ def check_supported(recipe: Recipe) -> None:
             "model.lora.vision = true is not in this version yet (its engine adapts the language model only): "
             "use model.lora.vision = false"
         )
+
+
+def located(recipe: Recipe) -> Recipe:
+    """The recipe with its model where `clew prepare` put it, for whoever is to load that; unchanged if it is on no hub.
+
+    Raises:
+        UserError: the model has to be prepared first.
+    """
+    from clew.runtime.prepare import hub_id, prepared_dir, prepared_model
+
+    if hub_id(recipe) is None:
+        return recipe
+    if (folder := prepared_model(recipe)) is None:
+        raise UserError(
+            f"model.path: {recipe.model.path} is not in {prepared_dir(recipe)} yet: run `clew prepare {recipe.name}` "
+            "with the same overrides first"
+        )
+    model = recipe.model.model_copy(update={"path": str(folder), "subfolder": None, "revision": None})
+    return recipe.model_copy(update={"model": model})
 
 
 def cores() -> int:

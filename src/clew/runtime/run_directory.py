@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 
 def default_run_dir(recipe: Recipe) -> Path:
-    """``runs/RECIPE-seedN`` below the working directory."""
-    return Path("runs") / f"{file_name(recipe)}-seed{recipe.training.seed}"
+    """``runs/RECIPE-seedN`` below ``runtime.shared_dir``, or below the working directory."""
+    return Path(recipe.runtime.shared_dir or ".") / "runs" / f"{file_name(recipe)}-seed{recipe.training.seed}"
 
 
 def file_name(recipe: Recipe) -> str:
