@@ -2,8 +2,8 @@
 
     python benchmarks/ray_overhead.py --out runs/ray-overhead
 
-Runs of `laptop` with a batch large enough for a step of several seconds, alternately local and on Ray, no evaluation in
-between; the first step of each run (caches, warm-up) is left out. Reports medians and their ratio, where the time goes, and
+Runs of `laptop` with a batch large enough for a step of several seconds, alternately local and on Ray, without evaluation
+in between; the first step of each run (warm-up) is left out. Reports medians, their ratio, where the time goes, and
 how long an adapter takes from the policy to the engine.
 """
 

@@ -71,7 +71,7 @@ def close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     for a, b in zip(found, expected, strict=True):
         assert a["train/solved"] == b["train/solved"] and a["rollout/tokens_total"] == b["rollout/tokens_total"]
         for key in ("train/loss", "train/grad_norm", "policy/entropy"):
-            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-9), key
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-7), key  # a loss near 0 is a difference of sums
 
 
 def test_one_worker_and_one_engine_do_what_one_process_does(
@@ -99,13 +99,9 @@ def test_a_run_changes_its_number_of_workers_and_its_runtime(
     """One step on each: 2 ranks, this process, 3 ranks, 1 rank. It stays the run that one process makes."""
     run_dir, model = tmp_path / "run", finished_run
     three = [*RAY, "runtime.workers_per_node=3", "runtime.engines=1"]
-    for overrides in (TWO, [], three):
-        done = len(steps(run_dir)) if run_dir.exists() else 0
-        process = start_clew("train", small_recipe, "--run", run_dir, *overrides)
-        wait_until(lambda done=done: len(steps(run_dir)) > done, process)
-        process.send_signal(signal.SIGINT)
-        assert finish_clew(process).code in (130, 0)  # it may have been the last step already
-    assert train(small_recipe, run_dir, *RAY).code == 0
+    for step, overrides in enumerate((TWO, [], three, RAY), 1):
+        outcome = train(small_recipe, run_dir, f"training.steps={step}", *overrides)
+        assert outcome.code == 0 and len(steps(run_dir)) == step, outcome
     close(steps(run_dir), steps(model))
     assert_finished(run_dir)
 

@@ -150,9 +150,10 @@ class FeatureCache:
         A sharded tower's forward is a collective: every rank must run it as often as the one that needs it most.
         """
         batches = self._unknown([_content_key(frame) for frame in frames], frames)
+        rounds = agree(len(batches))  # a collective too: all ranks call it before their first forward
         for items in batches:
             self._add(items)
-        for _ in range(agree(len(batches)) - len(batches)):
+        for _ in range(rounds - len(batches)):
             encode(self.visual, [self.patcher(frames[0])])
 
     def _unknown(self, keys: list[bytes], frames: list[np.ndarray]) -> list[list[tuple[bytes, Patches]]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,8 +94,9 @@ def _connected(recipe: Recipe) -> Iterator[None]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address:
         try:
+            _knock(address)
             ray.init(address=address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             key = "runtime.address" if recipe.runtime.address else "RAY_ADDRESS"
             raise UserError(
                 f"{key}: there is no Ray cluster at {address} ({error}); start one with `ray start`"
@@ -106,6 +109,12 @@ def _connected(recipe: Recipe) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Finds out at once whether anybody listens at HOST:PORT; Ray itself would try for minutes."""
+    if (match := re.fullmatch(r"([^/:]+):(\d{1,5})", address)) is not None:
+        socket.create_connection((match[1], int(match[2])), timeout=10).close()
 
 
 def _resources(recipe: Recipe, placement: Placement) -> tuple[float, float]:

@@ -177,7 +177,7 @@ class Updater:
             metrics.kl_base += float(kl_BT.detach().sum())
         # The ranks' gradients are averaged, and the loss is a sum over them.
         (loss * (weight * self.ranks.size)).backward()
-        metrics.add(result, scores, (logprobs_BT.detach() - engine_BT)[mask_BT] if not old else None)
+        metrics.add(result, scores, (old_BT - engine_BT)[mask_BT])
         return float(loss.detach())
 
     def _score(self, part: list[Sample]) -> tuple[TokenScores, Tensor]:
@@ -231,22 +231,20 @@ class _Sums:
         self.updates = self.skipped = 0
         self.loss = self.grad_norm = self.kl = self.kl_base = self.clipped = self.entropy = 0.0
         self.ratio_max = self.gap = self.gap_max = 0.0
-        self.tokens = self.gap_tokens = 0
+        self.tokens = 0
 
-    def add(self, result: PolicyLoss, scores: TokenScores, gap_N: Tensor | None) -> None:
+    def add(self, result: PolicyLoss, scores: TokenScores, gap_N: Tensor) -> None:
         self.tokens += int(result.tokens)
         self.clipped += float(result.clipped)
         self.kl += float(result.kl)
         self.ratio_max = max(self.ratio_max, float(result.ratio_max))
         self.entropy += float(scores.entropy_N.sum())
-        if gap_N is not None:
-            self.gap += float(gap_N.abs().sum())
-            self.gap_max = max(self.gap_max, float(gap_N.abs().max()))
-            self.gap_tokens += gap_N.numel()
+        self.gap += float(gap_N.abs().sum())
+        self.gap_max = max(self.gap_max, float(gap_N.abs().max()))
 
     def result(self, ranks: Ranks) -> dict[str, float]:
-        tokens, clipped, kl, kl_base, entropy, gap, gap_tokens = ranks.sums(
-            [self.tokens, self.clipped, self.kl, self.kl_base, self.entropy, self.gap, self.gap_tokens]
+        tokens, clipped, kl, kl_base, entropy, gap = ranks.sums(
+            [self.tokens, self.clipped, self.kl, self.kl_base, self.entropy, self.gap]
         )
         ratio_max, gap_max = ranks.highest([self.ratio_max, self.gap_max])
         tokens, updates = max(tokens, 1), max(self.updates, 1)
@@ -260,7 +258,7 @@ class _Sums:
             "policy/kl_base": kl_base / tokens,
             "policy/clip_fraction": clipped / tokens,
             "policy/ratio_max": ratio_max,
-            "policy/logprob_gap_mean": gap / max(gap_tokens, 1),
+            "policy/logprob_gap_mean": gap / tokens,
             "policy/logprob_gap_max": gap_max,
         }
 
