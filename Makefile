@@ -7,7 +7,7 @@ TORCHVISION := .venvs/torchvision/torchvision
 # Made anew when pyproject.toml changes, and only then.
 STAMP := .venv/installed-$(shell cksum < pyproject.toml | tr ' ' '-')
 
-.PHONY: setup demo test test-slow lint clean
+.PHONY: setup demo test test-slow test-vllm lint clean
 
 setup: $(STAMP)
 
@@ -16,7 +16,7 @@ $(STAMP):
 	$(PYTHON) -m venv .venv
 	# By itself: where pip is shown a CPU build of this version, that is the one the rest then settles on.
 	$(BIN)/pip install "torch==$(TORCH)"
-	$(BIN)/pip install -e ".[dev]"
+	$(BIN)/pip install -e ".[dev,ray]"
 	@rm -f .venv/installed-*
 	@touch $@
 
@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/clew train laptop
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not vllm"
 
 test-slow: $(STAMP) $(TORCHVISION)
 	$(BIN)/pytest -m slow
@@ -32,6 +32,14 @@ test-slow: $(STAMP) $(TORCHVISION)
 # For one test: Hugging Face's AutoProcessor wants it, Clew does not. Kept apart from .venv (see the test).
 $(TORCHVISION): | $(STAMP)
 	$(BIN)/pip install --no-deps --target .venvs/torchvision torchvision==0.28.0
+
+# vLLM on a CPU, with an environment of its own: it takes minutes to install and pins much of what it needs.
+.venvs/vllm:
+	PYTHON=$(PYTHON) scripts/setup_vllm.sh
+
+test-vllm:
+	PYTHON=$(PYTHON) scripts/setup_vllm.sh
+	OMP_NUM_THREADS=1 .venvs/vllm/bin/pytest -m vllm
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

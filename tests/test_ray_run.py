@@ -196,9 +196,11 @@ def test_workers_spread_over_machines_and_metrics_reach_prometheus(
 
 def test_bad_clusters_are_named(small_recipe: Path, tmp_path: Path) -> None:
     outcome = train(small_recipe, tmp_path / "a", *RAY, "runtime.address=127.0.0.1:1")
-    assert outcome.code == 2 and "runtime.address: no Ray cluster answers at 127.0.0.1:1" in outcome.err, outcome
+    assert outcome.code == 2 and "runtime.address: there is no Ray cluster at 127.0.0.1:1" in outcome.err, outcome
     outcome = train(small_recipe, tmp_path / "b", *RAY, "runtime.nodes=3", "runtime.engines=3")
     assert outcome.code == 2 and "runtime.nodes = 3 but the Ray cluster has 1" in outcome.err, outcome
+    outcome = train(small_recipe, tmp_path / "c", *RAY, "model.device=cuda")
+    assert outcome.code == 2 and "[runtime] places work on 1 GPUs of each of 1 machines, but" in outcome.err, outcome
     assert "Traceback" not in outcome.err
 
 

@@ -49,8 +49,12 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
     run_dir = Path(os.path.abspath(run_dir))
     placement = place(recipe)
     with _connected(recipe):
-        plan = plan_devices(recipe, placement, *_resources(recipe, placement))
-        group = _reserve(recipe, placement, plan)
+        machines = _machines(placement)
+        gpus, cpus = sum(m.get("GPU", 0.0) for m in machines), min(m["CPU"] for m in machines)
+        plan = plan_devices(recipe, placement, gpus, cpus)
+        if plan.device == "cuda":
+            _check_gpus(placement, machines)
+        group = _reserve(placement, plan)
         try:
             actors = _Actors(recipe, placement, plan, group)
             sync = run_dir / SYNC
@@ -117,11 +121,11 @@ def _knock(address: str) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=10).close()
 
 
-def _resources(recipe: Recipe, placement: Placement) -> tuple[float, float]:
-    """GPUs of the cluster, and CPUs of a machine that works.
+def _machines(placement: Placement) -> list[dict[str, float]]:
+    """What each machine that takes work has.
 
     Raises:
-        UserError: it has fewer machines than the recipe places workers on.
+        UserError: there are fewer than the recipe places workers on.
     """
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
     if len(machines) < len(placement.nodes):
@@ -129,10 +133,22 @@ def _resources(recipe: Recipe, placement: Placement) -> tuple[float, float]:
             f"runtime.nodes = {len(placement.nodes)} but the Ray cluster has {len(machines)} that take work: "
             "add machines, or lower runtime.nodes"
         )
-    return sum(m.get("GPU", 0) for m in machines), min(m["CPU"] for m in machines)
+    return machines
 
 
-def _reserve(recipe: Recipe, placement: Placement, plan: DevicePlan) -> PlacementGroup:
+def _check_gpus(placement: Placement, machines: list[dict[str, float]]) -> None:
+    """Refuses at once what would wait for GPUs that no machine has."""
+    needed = max(len(node.devices) for node in placement.nodes)
+    counts = sorted((int(machine.get("GPU", 0)) for machine in machines), reverse=True)
+    if counts[len(placement.nodes) - 1] < needed:
+        raise UserError(
+            f"[runtime] places work on {needed} GPUs of each of {len(placement.nodes)} machines, but those of the Ray "
+            f"cluster have {', '.join(map(str, counts))}: lower runtime.workers_per_node or engines, or set "
+            'model.device = "cpu"'
+        )
+
+
+def _reserve(placement: Placement, plan: DevicePlan) -> PlacementGroup:
     """One bundle a node, with all that is placed on it.
 
     Raises:
