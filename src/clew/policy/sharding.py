@@ -29,6 +29,9 @@ def shard(vlm: VisionLanguageModel, ranks: int, dtype: torch.dtype, device: str)
     groups = [*base.model.language_model.layers, *base.model.visual.blocks]
     if base.lm_head.weight is not base.model.language_model.embed_tokens.weight:
         groups += [base.model.language_model.embed_tokens, base.lm_head]
+    for parameter in base.parameters():
+        if parameter.requires_grad:  # as PEFT makes them on a base of that dtype: every rank count starts alike
+            parameter.data = parameter.data.to(dtype).float()
     for module in groups:
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     sharded = {id(parameter) for module in groups for parameter in module.parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,8 @@ class Learner:
             raise UserError(
                 f"{folder}: its adapter has other names or shapes than this recipe's [model.lora]; use its own recipe"
             )
-        dcp.load(state, storage_reader=reader, no_dist=self.ranks.size == 1)
+        with _reported_as_raised():
+            dcp.load(state, storage_reader=reader, no_dist=self.ranks.size == 1)
         set_model_state_dict(self.policy, state["adapter"], options=StateDictOptions(strict=False))
         if "optimizer" in state:
             set_optimizer_state_dict(self.policy, self.updater.optimizer, state["optimizer"], options=_TRAINED)
@@ -143,14 +146,15 @@ class Learner:
 
     def _write_shards(self, folder: Path) -> None:
         state = self._state(with_optimizer=bool(self.updater.optimizer.state))
-        try:
+        with _reported_as_raised():
             dcp.save(state, storage_writer=_Writer(folder / SHARDS), no_dist=self.ranks.size == 1)
-        except CheckpointException as error:  # no Exception; all ranks get it, with what went wrong on any of them
-            raise next(iter(error.failures.values()))[0] from error
 
     def _state(self, with_optimizer: bool) -> dict[str, Any]:
         """Tensors by name (shards, where there are several ranks); an optimizer without state would be given one."""
-        state: dict[str, Any] = {"adapter": get_model_state_dict(self.policy, options=_TRAINED)}
+        trained = {name for name, parameter in self.policy.named_parameters() if parameter.requires_grad}
+        tensors = get_model_state_dict(self.policy, options=_TRAINED)
+        # An output layer that is tied to the embeddings is frozen with them, and torch leaves out only one of the two.
+        state: dict[str, Any] = {"adapter": {name: tensors[name] for name in tensors if name in trained}}
         if with_optimizer:
             state["optimizer"] = get_optimizer_state_dict(self.policy, self.updater.optimizer, options=_TRAINED)
         return state
@@ -161,6 +165,15 @@ class _Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+
+@contextlib.contextmanager
+def _reported_as_raised() -> Iterator[None]:
+    """Raises on all ranks what went wrong on one, in place of torch's report of it, which is no ``Exception``."""
+    try:
+        yield
+    except CheckpointException as report:
+        raise next(iter(report.failures.values()))[0] from report
 
 
 def tis_cap(recipe: Recipe) -> float | None:
