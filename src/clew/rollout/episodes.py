@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -210,7 +211,8 @@ def play(
         see: replaces a frame before the agent sees it (for the sight test).
     """
     feed = Feed((Attempt(i, task, sample) for i, (task, sample) in enumerate(attempts)), closed=True)
-    played = dict(play_feed(engine, player, make_env, feed, sampling, limits, seed_parts, see))
+    rounds = play_feed(engine, player, make_env, feed, sampling, limits, seed_parts, see)
+    played = dict(chain.from_iterable(rounds))
     return [played[index] for index in range(len(attempts))]
 
 
@@ -223,8 +225,8 @@ def play_feed(
     limits: Limits,
     seed_parts: tuple[int | str, ...],
     see: FrameFilter | None = None,
-) -> Iterator[tuple[int, Trajectory]]:
-    """Plays what a feed holds until it is closed and empty; yields (index, trajectory) as episodes end."""
+) -> Iterator[list[tuple[int, Trajectory]]]:
+    """Plays what a feed holds until it is closed and empty; yields (place, trajectory) of episodes as they end."""
     until = time.monotonic() + limits.deadline_s
     patience_s = min(engine.patience_s, limits.deadline_s / 20)
     calls: EnvCalls[_Episode] = EnvCalls()
@@ -262,7 +264,8 @@ def play_feed(
                 episode.close()
                 engine.abandon(episode.trajectory)
                 episode.trajectory.policy_version = engine.version
-                yield episode.attempt.place, episode.trajectory
+            if ended:
+                yield [(episode.attempt.place, episode.trajectory) for episode in ended]
             if asked and not ended:  # places that became free are filled before the engine goes on
                 for trajectory, completion in engine.collect():
                     asked.pop(id(trajectory)).answer(completion)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from clew.agent.ledger import Trajectory
 from clew.checkpoint import verify
@@ -18,6 +20,10 @@ from clew.policy.adapter import Adapter, StoredAdapter, read_adapter
 from clew.policy.model import VisionLanguageModel, masked_log_softmax, rope_positions
 from clew.policy.vision import FeatureCache
 from clew.rollout.engine import Completion, LockstepEngine, Sampling, uniforms
+
+
+# What transformers calls it: 5.20, up to which vLLM 0.32 allows, the one, 5.24 the other.
+_CACHE = "cache" if "cache" in inspect.signature(Qwen3VLTextModel.forward).parameters else "past_key_values"
 
 
 class RowCache:
@@ -242,8 +248,8 @@ class TransformersEngine(LockstepEngine):
             inputs_embeds=embeds_BTH,
             position_ids=positions_3BT.to(self.vlm.device),
             attention_mask=self._cache.begin(embeds_BTH.shape[1]),
-            cache=self._cache,
             use_cache=True,
+            **{_CACHE: self._cache},
             **visual,
         ).last_hidden_state
 

@@ -25,7 +25,7 @@ from clew.recipe import Recipe
 from clew.rollout.episodes import Player
 from clew.runtime.devices import DevicePlan, Whereabouts, plan_devices
 from clew.runtime.engine_fleet import RayRollouts
-from clew.runtime.engine_workers import EngineWorker
+from clew.runtime.engine_workers import FEEDING, EngineWorker
 from clew.runtime.placement import Placement, place
 from clew.runtime.policy_workers import PolicyWorker, RayPolicy
 from clew.runtime.process import cores
@@ -198,12 +198,9 @@ class _Actors:
     def engine(self, index: int) -> Any:
         """An engine by its number."""
         options = self._options(self.placement.engines[index].node, self.plan.engine_share, self.plan.engine_threads)
-        # It is fed and asked while it plays.
-        return (
-            ray.remote(EngineWorker)
-            .options(**options, max_concurrency=4)
-            .remote(self.recipe, self.plan.device, self.plan.engine_threads, self.plan.sleep)
-        )
+        options["concurrency_groups"] = {FEEDING: 1}
+        made: Any = ray.remote(**options)(EngineWorker)
+        return made.remote(self.recipe, self.plan.device, self.plan.engine_threads, self.plan.sleep)
 
     def _options(self, node: int, share: float, threads: int) -> dict[str, Any]:
         return {

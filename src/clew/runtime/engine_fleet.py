@@ -155,11 +155,11 @@ class RayRollouts:
                 self._begin(engine, job, _take(waiting, share), until)
         while len(played) < len(attempts):
             engine, outcome = self._next(until)
-            if isinstance(outcome, tuple):
-                place, trajectory = outcome
-                del engine.outstanding[place]
+            if isinstance(outcome, list):
                 engine.deaths = 0
-                played[place] = trajectory
+                for place, trajectory in outcome:
+                    del engine.outstanding[place]
+                    played[place] = trajectory
             elif outcome is None:
                 self._begin(engine, job, _take(waiting, limits.concurrent), until)
             else:
@@ -194,8 +194,8 @@ class RayRollouts:
                 engine.outstanding |= {attempt.place: attempt for attempt in more}
                 engine.actor.feed.remote(job.number, more)
 
-    def _next(self, until: float) -> tuple[_Engine, tuple[int, Trajectory] | Exception | None]:
-        """The next thing that happens to an engine: an episode ended, it died of an error, or (None) it is ready."""
+    def _next(self, until: float) -> tuple[_Engine, list[tuple[int, Trajectory]] | Exception | None]:
+        """The next thing that happens to an engine: episodes ended, it died of an error, or (None) it is ready."""
         watched = {id(e.stream or e.ready): e for e in self.engines if e.stream or e.ready}
         handles = [e.stream or e.ready for e in watched.values()]
         playing = [engine for engine in self.engines if engine.outstanding]

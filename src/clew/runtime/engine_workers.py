@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import ray
 import torch
 
 from clew.agent.ledger import Trajectory
@@ -33,8 +34,16 @@ class Job:
     see: FrameFilter | None
 
 
+FEEDING = "feeding"
+"""Ray's concurrency group of what is called while ``play`` is running; everything else takes turns on one thread.
+
+One, because each thread that computes gets a team of OpenMP threads of its own, and a process with more of those than
+cores lets them sleep between any two operations: rollouts of a small model then take half as long again.
+"""
+
+
 class EngineWorker:
-    """One engine, in a process of its own. ``feed`` and ``finish`` are called while ``play`` is running."""
+    """One engine, in a process of its own."""
 
     def __init__(self, recipe: Recipe, device: str, threads: int, colocated: bool) -> None:
         self.recipe, self.device, self.threads, self.colocated = recipe, device, threads, colocated
@@ -82,8 +91,11 @@ class EngineWorker:
         self.engine.load_adapter(version)
         return self.engine.version
 
-    def play(self, job: Job, attempts: Sequence[Attempt]) -> Iterator[tuple[int, Trajectory]]:
-        """Plays ``attempts`` and what is fed later, until ``finish``; yields (place, trajectory) as episodes end."""
+    def play(self, job: Job, attempts: Sequence[Attempt]) -> Iterator[list[tuple[int, Trajectory]]]:
+        """Plays ``attempts`` and what is fed later, until ``finish``; yields (place, trajectory) of episodes that end.
+
+        Those that end together travel together: to Ray, each yield is an object of its own.
+        """
         torch.set_num_threads(self.threads)  # of the thread that runs this
         feed = self._feed(job.number)
         feed.add(attempts)
@@ -96,10 +108,12 @@ class EngineWorker:
                 del self._feeds[job.number]
             self.engine.release()
 
+    @ray.method(concurrency_group=FEEDING)
     def feed(self, job: int, attempts: Sequence[Attempt]) -> None:
         """More to play."""
         self._feed(job).add(attempts)
 
+    @ray.method(concurrency_group=FEEDING)
     def finish(self, job: int) -> None:
         """Nothing more will be fed."""
         self._feed(job).close()

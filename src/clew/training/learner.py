@@ -100,7 +100,8 @@ class Learner:
         """Learns from a step's samples; a step in which no group carries signal is a counted no-op."""
         if not any(used):
             return no_update_metrics(self.updater.learning_rate(step))
-        with deterministic_dropout(derive_seed("update", self.recipe.training.seed, step)):
+        own = [self.ranks.rank] if self.ranks.size > 1 else []  # ranks with other sequences drop other inputs
+        with deterministic_dropout(derive_seed("update", self.recipe.training.seed, step, *own)):
             metrics = self.updater.update(samples, used, step)
         self.features.clear()
         return metrics
