@@ -2,7 +2,7 @@
 
     .venvs/vllm/bin/python benchmarks/engines.py [--model FOLDER] [--mazes 16] [--repeats 3] [--threads 2]
 
-(`make .venvs/vllm` makes that environment; on a machine with a GPU, one with the extra `vllm`.)
+(`scripts/setup_vllm.sh` makes that environment; on a machine with a GPU, one with the extra `vllm`.)
 
 Compared, in one process, in turn, after one round that is not counted. Held equal: weights (no adapter), mazes,
 environment and episode loop, token ids, turn and token caps, temperature, the full vocabulary without vision tokens,
