@@ -21,7 +21,6 @@ from clew.policy.model import VisionLanguageModel, masked_log_softmax, rope_posi
 from clew.policy.vision import FeatureCache
 from clew.rollout.engine import Completion, LockstepEngine, Sampling, uniforms
 
-
 # What transformers calls it: 5.20, up to which vLLM 0.32 allows, the one, 5.24 the other.
 _CACHE = "cache" if "cache" in inspect.signature(Qwen3VLTextModel.forward).parameters else "past_key_values"
 
