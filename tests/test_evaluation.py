@@ -29,7 +29,9 @@ from clew.evaluation.evaluate import (
     replay,
     write_result,
 )
+from clew.evaluation.suites import RecipeSuites, longest_episode, token_budget
 from clew.evaluation.wilson import wilson_interval
+from clew.recipe import load_recipe
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import Limits, Player
 from clew.rollout.rollouts import LocalRollouts
@@ -226,3 +228,15 @@ def test_files(tmp_path: Path) -> None:
     write_result(tmp_path, row)
     content = json.loads((tmp_path / "eval/references/heldout.random.json").read_text())
     assert content["step"] is None and content["mode"] == "random" and content["solved"] == row.solved
+
+
+def test_the_longest_episode_of_a_recipe_is_that_of_its_largest_suite() -> None:
+    """An engine that must know beforehand is told of the longest, not of those that are trained on."""
+    laptop = load_recipe("laptop")
+    # "larger" has 6 x 8 cells and 20 turns where 4 x 6 and 15 are trained on; "longer" has 24 turns.
+    assert longest_episode(laptop) == (math.ceil(1024 * (6 * 8 * 20) / (4 * 6 * 15)), 24)
+    assert longest_episode(load_recipe("laptop", ['evaluation.suites=["heldout"]'])) == (1024, 15)
+    suites = RecipeSuites(laptop)
+    settings = [suites.suite(name).env_kwargs for name in (*laptop.evaluation.suites, "unseen")]
+    assert max(token_budget(laptop, s) for s in settings) == longest_episode(laptop)[0]
+    assert max(s["max_turns"] for s in settings) == longest_episode(laptop)[1]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,12 @@ from clew.recipe import Recipe, load_recipe
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import Limits, Player
 from clew.rollout.rollouts import LocalRollouts
+from clew.runtime import engine_fleet
+from clew.runtime.cluster import _Actors, _reserve
+from clew.runtime.devices import plan_devices
 from clew.runtime.engine_fleet import RayRollouts
 from clew.runtime.engine_workers import FEEDING, EngineWorker
+from clew.runtime.placement import place
 
 SETTINGS: dict[str, Any] = {"size": (4, 6), "min_path": 7, "max_path": 12, "max_turns": 15}
 TASKS = [MazeEnv(**SETTINGS).task(seed) for seed in range(12)]
@@ -51,7 +56,9 @@ def recipe() -> Recipe:
 def cluster() -> Iterator[None]:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield
     ray.shutdown()
 
@@ -226,6 +233,43 @@ def test_a_hanging_episode_meets_its_deadline_and_holds_up_nobody(fleet: Fleet) 
     assert {t.task.seed for t in found if t.stop_reason is StopReason.DEADLINE} == {victim}
     assert sum(t.stop_reason is StopReason.DEADLINE for t in found) == 2
     assert fleet.notes == [], "an engine with a stuck environment goes on"
+
+
+def test_an_engine_that_freezes_takes_no_other_with_it(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken for dead some time after the deadline; the others are given time for what they are handed then."""
+    monkeypatch.setattr(engine_fleet, "_SILENCE_S", 4.0)
+    fleet.rollouts.load(None)
+    before = fleet.pids
+    freezer = threading.Timer(1.0, os.kill, [before[0], signal.SIGSTOP])
+    freezer.start()
+    found = play(fleet.rollouts, partial(SlowMaze, 0.2, **SETTINGS), Limits(1024, deadline_s=8))
+    assert len(found) == len(ATTEMPTS) and StopReason.ENGINE_LOST not in {t.stop_reason for t in found}
+    assert any(t.stop_reason is StopReason.DEADLINE for t in found)
+    (note,) = fleet.notes
+    assert note.startswith("engine 0 died (TimeoutError: no answer 4 s after its deadline)")
+    fleet.rollouts.load(None)
+    assert fleet.pids[1] == before[1] and fleet.pids[0] != before[0]
+
+
+def test_policy_workers_that_share_gpus_with_engines_have_one_each(cluster: None) -> None:
+    recipe = load_recipe("gpu", ["runtime.workers_per_node=2", "runtime.engines=2"])
+    placement = place(recipe)
+    plan = replace(plan_devices(recipe, placement, 2, 2), worker_cpus=0.1)
+    group = _reserve(placement, plan)
+
+    class Worker:
+        def gpus(self) -> list[Any]:
+            return ray.get_gpu_ids()
+
+    made = _Actors(recipe, placement, plan, group)
+    make = [made._options(0, share, 1) for share in 2 * [plan.policy_share] + 2 * [plan.engine_share]]
+    workers = []
+    for options in make:
+        workers.append(ray.remote(Worker).options(**options).remote())
+        ray.get(workers[-1].gpus.remote())
+    policies, engines = ([ray.get(worker.gpus.remote()) for worker in part] for part in (workers[:2], workers[2:]))
+    ray.util.remove_placement_group(group)
+    assert sorted(policies) == sorted(engines) and policies[0] != policies[1]
 
 
 def test_a_damaged_version_is_refused_and_named(

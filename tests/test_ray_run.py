@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -151,15 +152,16 @@ def test_a_dead_policy_worker_stops_the_run_and_the_same_command_goes_on(
 
 
 @pytest.fixture
-def two_machines() -> Iterator[Any]:
-    """A head that takes no work, and two machines that do."""
+def two_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A head that takes no work, and two machines that do, started in another folder than the run."""
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for _ in range(2):
-        made.add_node(num_cpus=1)
+    with contextlib.chdir(tmp_path_factory.mktemp("elsewhere")):
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        for _ in range(2):
+            made.add_node(num_cpus=1)
     yield made
     made.shutdown()
 
@@ -168,7 +170,7 @@ def two_machines() -> Iterator[Any]:
 def test_workers_spread_over_machines_and_metrics_reach_prometheus(
     two_machines: Any, small_recipe: Path, finished_run: Path, tmp_path: Path
 ) -> None:
-    run_dir = tmp_path / "run"
+    run_dir = Path(os.path.relpath(tmp_path / "run"))
     spread = [*RAY, f"runtime.address={two_machines.address}", "runtime.nodes=2", "runtime.engines=2"]
     process = start_clew("train", small_recipe, "--run", run_dir, *spread)
     wait_until(lambda: len(steps(run_dir)) >= 2, process)

@@ -15,10 +15,10 @@ import ray
 from test_checkpoint_disk import needs_mount, tmpfs
 
 from clew.checkpoint import CheckpointStore, verify
+from clew.checkpoint.patience import with_patience
 from clew.errors import StorageError, UserError
 from clew.policy.adapter import read_adapter
 from clew.recipe import Recipe, load_recipe
-from clew.runtime.patience import with_patience
 from clew.runtime.policy_workers import PolicyWorker, RayPolicy
 
 CARD = {

@@ -16,7 +16,9 @@ from clew.envs.base import Task
 from clew.envs.maze_env import MazeEnv, answer_text
 from clew.rollout import episodes
 from clew.rollout.engine import Sampling
-from clew.rollout.episodes import Limits, Player, play
+from clew.rollout.env_calls import EnvCalls
+from clew.rollout.episodes import Limits, Player, play, play_feed
+from clew.rollout.feed import Attempt, Feed
 
 VLM = tiny.shared_tiny()
 PLAYER = Player(VLM.template, VLM.patcher)
@@ -256,6 +258,42 @@ def test_a_feed_is_drawn_from_as_places_become_free() -> None:
     wide, _ = wordplay(lambda *_: False)
     assert [facts(t) for t in narrow] == [facts(t) for t in wide[:8]]
     assert max(engine.calls) == 3 and engine.calls[:2] == [3, 3]
+
+
+def test_what_is_fed_while_nothing_but_a_hanging_environment_is_left_is_played_at_once() -> None:
+    release = threading.Event()
+
+    def hang(seed: int, turn: int) -> None:
+        if seed == 0 and turn == 1:
+            release.wait(60)
+
+    attempts = [Attempt(seed, tiny.WordEnv().task(seed), 0) for seed in range(3)]
+    feed = Feed(attempts[:2])
+    engine = tiny.ScriptedEngine(VLM, words)
+    limits = Limits(4000, deadline_s=60)
+    rounds = play_feed(engine, PLAYER, lambda: tiny.WordEnv(raises=hang), feed, SAMPLING, limits, ("s",))
+    began = time.monotonic()
+    try:
+        assert [place for place, _ in next(rounds)] == [1]
+        later = threading.Timer(0.5, feed.add, [attempts[2:]])
+        later.start()
+        assert [place for place, _ in next(rounds)] == [2]
+        assert time.monotonic() - began < 20
+    finally:
+        release.set()
+        rounds.close()
+
+
+def test_an_engine_in_a_hurry_gets_threads_for_slow_environments_too() -> None:
+    calls: EnvCalls[int] = EnvCalls()
+    for key in range(12):
+        calls.start(key, lambda: time.sleep(0.3))
+    began, found = time.monotonic(), 0
+    while found < 12:
+        found += len(calls.wait(0.005, until=began + 60, at_least_one=False))
+        time.sleep(0.01)  # what the engine does meanwhile
+    calls.close()
+    assert time.monotonic() - began < 0.6 * 12 * 0.3, "one thread takes 12 x 0.3 s"
 
 
 def test_tasks_of_other_settings_are_refused() -> None:

@@ -56,7 +56,7 @@ def test_the_processor_is_the_models(folder: Path, processor: ModelProcessor) ->
 def test_switches_follow_the_device(processor: ModelProcessor) -> None:
     cpu, cpu_environment = engine_options(processor, SETTINGS, "cpu")
     gpu, gpu_environment = engine_options(
-        processor, VllmSettings("bfloat16", 8192, 15, 32, 33, 0.45, colocated=True), "cuda"
+        processor, VllmSettings("bfloat16", 4096, 15, 32, 33, 0.45, colocated=True), "cuda"
     )
     for arguments in (cpu, gpu):
         assert arguments["generation_config"] == "vllm" and arguments["logprobs_mode"] == "processed_logprobs"
@@ -71,6 +71,8 @@ def test_switches_follow_the_device(processor: ModelProcessor) -> None:
     assert gpu_environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
     with pytest.raises(UserError, match=r"model\.lora\.rank"):
         engine_options(processor, VllmSettings("float32", 64, 1, 1, 513, 0.45), "cpu")
+    with pytest.raises(UserError, match=r"rollout\.max_tokens: .* 4097 tokens and the model has 4096 positions"):
+        engine_options(processor, VllmSettings("float32", 4097, 1, 1, 16, 0.45), "cpu")
 
 
 def test_without_vllm_there_is_a_clear_word(processor: ModelProcessor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from clew.envs.base import Suite
 from clew.envs.navigators import REFERENCES
 from clew.envs.registry import make_env
 from clew.evaluation.evaluate import Result, SwappedFrames, blank_frames, evaluate, reference, write_result
-from clew.evaluation.suites import RecipeSuites
+from clew.evaluation.suites import RecipeSuites, token_budget
 from clew.recipe import Recipe
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits
@@ -23,6 +22,7 @@ class Evaluator:
     Args:
         write_to: the run directory, or None to write nothing.
         report: called with every result.
+        patiently: calls what writes, again if storage refuses for a moment (see ``with_patience``).
     """
 
     def __init__(
@@ -31,9 +31,10 @@ class Evaluator:
         rollouts: Rollouts,
         write_to: Path | None,
         report: Callable[[Result], None],
+        patiently: Callable[[Callable[[], None]], None] = lambda write: write(),
     ) -> None:
         self.recipe, self.rollouts = recipe, rollouts
-        self.write_to, self.report = write_to, report
+        self.write_to, self.report, self.patiently = write_to, report, patiently
         self.suites = RecipeSuites(recipe)
         self.main = recipe.evaluation.suites[0]
 
@@ -81,22 +82,17 @@ class Evaluator:
             mode,
             step,
             Sampling(temperature, recipe.rollout.max_new_tokens),
-            # A suite with a longer cap needs more tokens; the deadline is the recipe's.
-            Limits(self._token_budget(suite), recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes),
+            Limits(
+                token_budget(recipe, suite.env_kwargs), recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes
+            ),
             ("eval", recipe.training.seed, step, mode),
             see,
         )
         self._keep(result, replays=replays)
         return result
 
-    def _token_budget(self, suite: Suite) -> int:
-        table = self.recipe.environment
-        own = table.size[0] * table.size[1] * table.max_turns
-        rows, cols = suite.env_kwargs["size"]
-        needed = rows * cols * suite.env_kwargs["max_turns"]
-        return -(-self.recipe.rollout.max_tokens * max(needed, own) // own)
-
     def _keep(self, result: Result, *, replays: bool) -> None:
-        if self.write_to is not None:
-            write_result(self.write_to, result, self.rollouts.player.template.tokenizer if replays else None)
+        if (place := self.write_to) is not None:
+            tokenizer = self.rollouts.player.template.tokenizer if replays else None
+            self.patiently(lambda: write_result(place, result, tokenizer))
         self.report(result)

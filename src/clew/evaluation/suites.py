@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from clew.envs.base import Suite
-from clew.envs.suites import SUITES, content_hashes, maze_suite
+from clew.envs.suites import SUITES, content_hashes, maze_suite, suite_settings
 from clew.errors import UserError
 from clew.recipe import EnvironmentTable, Recipe
 
@@ -22,6 +22,22 @@ def environment_settings(table: EnvironmentTable) -> dict[str, Any]:
         "braid": table.braid,
         "palette": table.palette,
     }
+
+
+def token_budget(recipe: Recipe, settings: dict[str, Any]) -> int:
+    """Tokens that a trajectory may have under a suite's settings: larger mazes and longer caps need more."""
+    table = recipe.environment
+    own = table.size[0] * table.size[1] * table.max_turns
+    rows, cols = settings["size"]
+    needed = rows * cols * settings["max_turns"]
+    return -(-recipe.rollout.max_tokens * max(needed, own) // own)
+
+
+def longest_episode(recipe: Recipe) -> tuple[int, int]:
+    """(tokens, turns) that no episode of a recipe exceeds, be it played for training or in a suite."""
+    own = environment_settings(recipe.environment)
+    played = [own, *(suite_settings(name, own) for name in recipe.evaluation.suites)]
+    return max(token_budget(recipe, s) for s in played), max(s["max_turns"] for s in played)
 
 
 class RecipeSuites:

@@ -16,7 +16,7 @@ _HELP_AFTER_S = 0.05
 class EnvCalls(Generic[K]):
     """Runs functions on daemon threads and hands back what they return or raise.
 
-    One thread serves all as long as calls are quick; more are started when calls queue up behind a slow one. A
+    One thread serves all as long as calls are quick; more are started when calls queue up and none comes back. A
     thread that never comes back is left behind: it can't be killed, and being a daemon it doesn't hold the process.
     """
 
@@ -24,26 +24,33 @@ class EnvCalls(Generic[K]):
         self._jobs: queue.SimpleQueue[tuple[K, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[K, Any, Exception | None]] = queue.SimpleQueue()
         self._began: dict[K, float] = {}
+        self._quiet_since = 0.0  # nothing has come back since
         self._threads = 0
 
     def start(self, key: K, call: Callable[[], Any]) -> None:
         """Starts a call; ``key`` comes back with its outcome and must not be in use by another one."""
         if not self._threads:
             self._add_thread()
-        self._began[key] = time.monotonic()
+        now = time.monotonic()
+        if not self._began:
+            self._quiet_since = now
+        self._began[key] = now
         self._jobs.put((key, call))
 
     def running(self, key: K) -> bool:
         """Whether a call has not come back yet."""
         return key in self._began
 
-    def wait(self, patience_s: float, *, until: float, at_least_one: bool) -> list[tuple[K, Any, Exception | None]]:
+    def wait(
+        self, patience_s: float, *, until: float, at_least_one: bool, unless: Callable[[], bool] = lambda: False
+    ) -> list[tuple[K, Any, Exception | None]]:
         """Outcomes (key, value, exception) of the calls that are done.
 
         Args:
             patience_s: seconds for which all wait for one call. Past it the others go on, and its outcome comes later.
             until: moment (``time.monotonic``) at which waiting ends in any case.
-            at_least_one: there is nothing else to do: wait past the patience for a first outcome.
+            at_least_one: there is nothing else to do: wait past the patience for a first outcome ...
+            unless: ... until this says that there is something else; it is asked several times a second.
         """
         found: list[tuple[K, Any, Exception | None]] = []
         while self._began:
@@ -53,11 +60,15 @@ class EnvCalls(Generic[K]):
             try:
                 key, value, error = self._done.get(timeout=max(min(limit - time.monotonic(), _HELP_AFTER_S), 0.0))
             except queue.Empty:
-                if time.monotonic() >= limit:
-                    break
-                if not self._jobs.empty() and self._threads < len(self._began):
+                now = time.monotonic()
+                behind = not self._jobs.empty() and now - self._quiet_since >= _HELP_AFTER_S
+                if behind and self._threads < len(self._began):
                     self._add_thread()
+                    self._quiet_since = now
+                if now >= limit or (at_least_one and not found and unless()):
+                    break
                 continue
+            self._quiet_since = time.monotonic()
             del self._began[key]
             found.append((key, value, error))
         return found

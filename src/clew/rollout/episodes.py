@@ -241,7 +241,11 @@ def play_feed(
                 return
             # What an environment did while the engine was at work counts, even when the deadline has passed meanwhile.
             waiting_ends = max(until, time.monotonic() + 0.1)
-            for episode, outcome, error in calls.wait(patience_s, until=waiting_ends, at_least_one=not asked):
+            # Where environments are all there is to wait for, an attempt that is fed meanwhile goes first.
+            more = feed.has_more if limits.concurrent > len(episodes) else lambda: False
+            for episode, outcome, error in calls.wait(
+                patience_s, until=waiting_ends, at_least_one=not asked, unless=more
+            ):
                 episode.absorb(outcome, error)
             late = time.monotonic() > until
             for episode in episodes:

@@ -43,6 +43,11 @@ class Feed:
             self._waiting.extend(attempts)
             self._changed.notify_all()
 
+    def has_more(self) -> bool:
+        """Whether attempts are waiting."""
+        with self._changed:
+            return bool(self._waiting)
+
     def close(self) -> None:
         """Says that no more will come."""
         with self._changed:

@@ -23,8 +23,8 @@ class VllmSettings:
 
     Attributes:
         dtype: of weights and cache, ``float32`` or ``bfloat16``.
-        max_tokens: of a whole trajectory.
-        max_images: of a whole trajectory: the environment's turn cap.
+        max_tokens: of the longest trajectory, evaluation suites included.
+        max_images: of the longest trajectory: one a turn.
         concurrent: episodes at a time.
         lora_rank: the largest rank of an adapter.
         memory_utilization: share of a GPU's memory for weights and cache; a CPU's cache is sized by what these
@@ -51,10 +51,16 @@ def engine_options(
     All that depends on the device (``cpu`` or ``cuda``) is decided here.
 
     Raises:
-        UserError: vLLM has no room for adapters of this rank.
+        UserError: vLLM has no room for adapters of this rank, or the model for trajectories of this length.
     """
     if settings.lora_rank > LORA_RANKS[-1]:
         raise UserError(f"model.lora.rank: vLLM loads adapters up to rank {LORA_RANKS[-1]}, not {settings.lora_rank}")
+    positions = processor.config.text_config.max_position_embeddings
+    if settings.max_tokens > positions:
+        raise UserError(
+            f"rollout.max_tokens: the longest episodes of the recipe, those of larger suites included, may have "
+            f"{settings.max_tokens} tokens and the model has {positions} positions: lower it, or leave such suites out"
+        )
     arguments: dict[str, Any] = {
         "model": processor.path,
         "dtype": settings.dtype,

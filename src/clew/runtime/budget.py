@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from clew.errors import UserError
+from clew.evaluation.suites import longest_episode
 from clew.recipe import Recipe
 from clew.runtime.placement import Placement, place
 from clew.runtime.sizes import (
@@ -281,11 +282,12 @@ def _engine_items(
 
     weights = itemsize * (model.base + model.lora)
     how = f"({amount(model.base)} + an adapter of {amount(model.lora)}) x {itemsize} B"
-    # vLLM refuses to start where one request of max_tokens does not fit, whatever the environment allows.
-    longest, concurrent = rollout.max_tokens * token, rollout.concurrent_episodes
+    # vLLM refuses to start where one request of the longest kind does not fit, evaluation suites included.
+    most, concurrent = longest_episode(recipe)[0], rollout.concurrent_episodes
+    longest = most * token
     if not gpu:
         pool = concurrent * longest
-        needs = f"rollout.concurrent_episodes = {concurrent} x {rollout.max_tokens:,} tokens x {token:,} B"
+        needs = f"rollout.concurrent_episodes = {concurrent} x {most:,} tokens x {token:,} B"
         return [
             Item("engine: weights", weights, weights, how),
             Item("engine: key/value", pool, pool, needs),
@@ -300,7 +302,8 @@ def _engine_items(
             f"rollout.memory_utilization = {rollout.memory_utilization} gives an engine {share / GB:.1f} GB of "
             f"runtime.device_memory_gb = {memory:g}, but it needs {least / GB:.1f} GB: {weights / GB:.1f} of weights, "
             f"{ENGINE_OVERHEAD / GB:.1f} to work with and {longest / GB:.1f} of key/value cache for one episode of "
-            f"rollout.max_tokens = {rollout.max_tokens}; raise memory_utilization or lower max_tokens"
+            f"{most} tokens (rollout.max_tokens = {rollout.max_tokens}, more in suites of larger mazes); raise "
+            "memory_utilization or lower max_tokens"
         )
     awake = not recipe.runtime.colocate  # in the update
     sleeps = "" if awake else "; asleep in the update"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import socket
@@ -18,10 +19,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from clew.checkpoint import write_file_atomic
 from clew.checkpoint.staging import discard, staging_path
-from clew.errors import UserError
+from clew.errors import StorageError, UserError
 from clew.policy.model import load_processor
 from clew.policy.paths import resolve_model_path
-from clew.recipe import Recipe
+from clew.recipe import WARM_START, Recipe
 from clew.rollout.episodes import Player
 from clew.runtime.devices import DevicePlan, Whereabouts, plan_devices
 from clew.runtime.engine_fleet import RayRollouts
@@ -32,6 +33,7 @@ from clew.runtime.process import cores
 from clew.runtime.run_directory import RECIPE
 from clew.training.run_state import next_session
 
+log = logging.getLogger(__name__)
 SYNC, WORKERS = "sync", "workers.json"
 _PLACED_WITHIN_S = 600.0
 
@@ -46,7 +48,7 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
         UserError: there is no such cluster, or it is too small.
         RunFailed: workers die at the start.
     """
-    run_dir = Path(os.path.abspath(run_dir))
+    run_dir, recipe = Path(os.path.abspath(run_dir)), _seen_from_anywhere(recipe)
     placement = place(recipe)
     with _connected(recipe):
         machines = _machines(placement)
@@ -65,8 +67,25 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
                 """Who works where now, for whoever looks after the machines."""
                 engines = [engine.where._asdict() if engine.where else None for engine in rollouts.engines]
                 found = {"policy": [where._asdict() for where in ranks], "engines": engines}
-                write_file_atomic(run_dir / WORKERS, json.dumps(found, indent=1) + "\n")
+                try:
+                    write_file_atomic(run_dir / WORKERS, json.dumps(found, indent=1) + "\n")
+                except StorageError as refusal:  # nothing depends on it
+                    note(f"{WORKERS} is out of date: {refusal}")
 
+            def before_update() -> None:
+                if plan.sleep:
+                    rollouts.sleep()
+
+            policy = RayPolicy(
+                [actors.policy(rank) for rank in range(len(placement.ranks))],
+                recipe,
+                sync,
+                next_session(run_dir),
+                before_update,
+                note,
+            )
+            # Before any engine: each worker is to have a device of its own, and vLLM measures what is left of it.
+            ranks += policy.start(run_dir / RECIPE)
             rollouts = RayRollouts(
                 actors.engine,
                 recipe.runtime.engines,
@@ -76,19 +95,19 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
                 record,
                 lambda needed: _prune(sync, needed),
             )
-            policy = RayPolicy(
-                [actors.policy(rank) for rank in range(len(placement.ranks))],
-                recipe,
-                sync,
-                next_session(run_dir),
-                rollouts.sleep if plan.sleep else lambda: None,
-                note,
-            )
-            ranks += policy.start(run_dir / RECIPE)
             rollouts.start()
             yield policy, rollouts
         finally:
             remove_placement_group(group)
+
+
+def _seen_from_anywhere(recipe: Recipe) -> Recipe:
+    """The recipe with the whole path of its model folder: workers have working directories of their own."""
+    model = recipe.model
+    if model.path == WARM_START or not Path(model.path).expanduser().exists():
+        return recipe
+    whole = model.model_copy(update={"path": os.path.abspath(Path(model.path).expanduser())})
+    return recipe.model_copy(update={"model": whole})
 
 
 @contextlib.contextmanager
@@ -216,5 +235,9 @@ def _prune(sync: Path, needed: set[str]) -> None:
     for folder in sync.iterdir() if sync.is_dir() else ():
         if folder.name.startswith("step-") and folder.name not in needed:
             doomed = staging_path(folder)  # renamed first: a name never shows a partial version
-            folder.rename(doomed)
-            discard(doomed)
+            try:
+                folder.rename(doomed)
+            except OSError as error:  # what is left takes room and does no other harm
+                log.warning("old adapter version %s could not be removed: %s", folder, error)
+            else:
+                discard(doomed)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import logging
+import math
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError
 
 from clew.agent.ledger import StopReason, Trajectory
 from clew.envs.base import Task
@@ -23,8 +25,6 @@ from clew.rollout.feed import Attempt
 from clew.runtime.devices import Whereabouts
 from clew.runtime.engine_workers import Job
 from clew.runtime.ray_errors import cause_of, describe
-
-log = logging.getLogger(__name__)
 
 TRIES = 2  # of an episode beside others; when its engine died each time, it is played alone, and then it is lost
 _DEATHS = 3  # of engines in one place with no episode ended in between; one more ends the run
@@ -45,6 +45,7 @@ class _Engine:
         where: the actor runs.
         deaths: in this place since the last episode that ended there.
         alone: whether what it is playing is suspected of killing engines, and so gets no company.
+        due: moment (``time.monotonic``) by which something must come of what it was given.
     """
 
     actor: Any
@@ -54,6 +55,7 @@ class _Engine:
     where: Whereabouts | None = None
     deaths: int = 0
     alone: bool = False
+    due: float = math.inf
 
 
 class RayRollouts:
@@ -108,6 +110,8 @@ class RayRollouts:
             RunFailed: engines die again and again.
         """
         assert not isinstance(version, Adapter), "an adapter reaches these engines through shared storage"
+        if version is not None:  # engines work in directories of their own
+            version = replace(version, folder=Path(os.path.abspath(version.folder)))
         before, self.version = self.version, version
         if self.asleep:
             self._on_all("wake")
@@ -154,7 +158,7 @@ class RayRollouts:
             if engine.ready is None:
                 self._begin(engine, job, _take(waiting, share), until)
         while len(played) < len(attempts):
-            engine, outcome = self._next(until)
+            engine, outcome = self._next()
             if isinstance(outcome, list):
                 engine.deaths = 0
                 for place, trajectory in outcome:
@@ -172,16 +176,16 @@ class RayRollouts:
                         waiting.append(attempt)
                     else:
                         suspects.append(attempt)
-            self._hand_out(job, waiting, suspects, limits.concurrent)
+            self._hand_out(job, waiting, suspects, limits.concurrent, until)
         self._end(job)
         return [played[place] for place in range(len(attempts))]
 
     def _begin(self, engine: _Engine, job: Job, first: list[Attempt], until: float) -> None:
-        engine.outstanding = {attempt.place: attempt for attempt in first}
+        _give(engine, first, until)
         left = replace(job.limits, deadline_s=max(until - time.monotonic(), 0.0))
         engine.stream = engine.actor.play.options(num_returns="streaming").remote(replace(job, limits=left), first)
 
-    def _hand_out(self, job: Job, waiting: deque[Attempt], suspects: deque[Attempt], most: int) -> None:
+    def _hand_out(self, job: Job, waiting: deque[Attempt], suspects: deque[Attempt], most: int, until: float) -> None:
         """Gives what waits to engines with room for it."""
         for engine in self.engines:
             if engine.stream is None or (engine.alone and engine.outstanding):
@@ -191,19 +195,22 @@ class RayRollouts:
             if not more and suspects and not engine.outstanding:
                 more, engine.alone = [suspects.popleft()], True
             if more:
-                engine.outstanding |= {attempt.place: attempt for attempt in more}
+                _give(engine, more, until)
                 engine.actor.feed.remote(job.number, more)
 
-    def _next(self, until: float) -> tuple[_Engine, list[tuple[int, Trajectory]] | Exception | None]:
+    def _next(self) -> tuple[_Engine, list[tuple[int, Trajectory]] | Exception | None]:
         """The next thing that happens to an engine: episodes ended, it died of an error, or (None) it is ready."""
         watched = {id(e.stream or e.ready): e for e in self.engines if e.stream or e.ready}
         handles = [e.stream or e.ready for e in watched.values()]
         playing = [engine for engine in self.engines if engine.outstanding]
-        timeout = max(until + _SILENCE_S - time.monotonic(), 0) if playing else _START_S
+        first = min(playing, key=lambda engine: engine.due, default=None)
+        timeout = max(first.due - time.monotonic(), 0) if first else _START_S
         done, _ = ray.wait(handles, num_returns=1, timeout=timeout)
         if not done:
-            silent = (playing or [engine for engine in self.engines if engine.ready])[0]
-            return silent, TimeoutError(f"no answer within {timeout:.0f} s")
+            if first:
+                return first, TimeoutError(f"no answer {_SILENCE_S:.0f} s after its deadline")
+            starting = next(engine for engine in self.engines if engine.ready)
+            return starting, TimeoutError(f"not ready after {_START_S:.0f} s")
         engine = watched[id(done[0])]
         try:
             if engine.stream is None:
@@ -212,7 +219,7 @@ class RayRollouts:
             return engine, ray.get(next(engine.stream))
         except StopIteration:
             return engine, RuntimeError("it stopped playing too early")
-        except (RayActorError, RayTaskError) as error:
+        except RayError as error:
             return engine, cause_of(error)
 
     def _started(self, engine: _Engine) -> None:
@@ -231,7 +238,7 @@ class RayRollouts:
             raise error
         index = self.engines.index(engine)
         reason = describe(error)
-        if engine.deaths >= (_DEATHS if isinstance(error, RayActorError | TimeoutError) else _FAULTS):
+        if engine.deaths >= (_DEATHS if isinstance(error, RayError | TimeoutError) else _FAULTS):
             raise RunFailed(f"engine {index} died {engine.deaths + 1} times in a row ({reason})")
         ray.kill(engine.actor)
         unfinished = list(engine.outstanding.values())
@@ -252,7 +259,7 @@ class RayRollouts:
             try:
                 ray.get(engine.stream.completed())
                 engine.stream = None
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 self._replace(engine, cause_of(error))
 
     def _on_all(self, method: str, *arguments: Any) -> list[Any]:
@@ -268,9 +275,15 @@ class RayRollouts:
                         self._started(engine)
                         calls[index] = getattr(engine.actor, method).remote(*arguments)
                     answers[index] = ray.get(calls[index])
-                except (RayActorError, RayTaskError) as error:
+                except RayError as error:
                     self._replace(engine, cause_of(error))
         return [answers[index] for index in range(len(self.engines))]
+
+
+def _give(engine: _Engine, attempts: list[Attempt], until: float) -> None:
+    """Notes that an engine plays these too. What is given after the deadline is typed soon, and not in no time."""
+    engine.outstanding |= {attempt.place: attempt for attempt in attempts}
+    engine.due = max(until, time.monotonic()) + _SILENCE_S
 
 
 def _take(waiting: deque[Attempt], most: int) -> list[Attempt]:

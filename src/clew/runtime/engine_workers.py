@@ -10,6 +10,7 @@ import ray
 import torch
 
 from clew.agent.ledger import Trajectory
+from clew.evaluation.suites import longest_episode
 from clew.policy.adapter import StoredAdapter
 from clew.policy.model import load_model, load_processor
 from clew.policy.paths import resolve_dtype, resolve_model_path
@@ -63,10 +64,11 @@ class EngineWorker:
             from clew.rollout.vllm_engine import VllmEngine, VllmSettings
 
             processor = load_processor(path)
+            max_tokens, max_turns = longest_episode(recipe)
             settings = VllmSettings(
                 dtype=recipe.model.dtype,
-                max_tokens=recipe.rollout.max_tokens,
-                max_images=recipe.environment.max_turns,
+                max_tokens=max_tokens,
+                max_images=max_turns,
                 concurrent=recipe.rollout.concurrent_episodes,
                 lora_rank=recipe.model.lora.rank,
                 memory_utilization=recipe.rollout.memory_utilization,

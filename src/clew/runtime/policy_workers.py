@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,14 +12,14 @@ from typing import Any
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from clew.checkpoint import CheckpointStore, write_directory
+from clew.checkpoint.patience import with_patience
 from clew.errors import RunFailed, UserError
 from clew.policy.adapter import StoredAdapter, write_adapter
 from clew.recipe import Recipe
 from clew.runtime.devices import Whereabouts, whereabouts
-from clew.runtime.patience import with_patience
 from clew.runtime.ray_errors import cause_of, describe
 from clew.training.learner import Learner
 from clew.training.ranks import Ranks
@@ -62,7 +63,13 @@ class PolicyWorker:
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
         self.learner = Learner(self.recipe, self.ranks, self.device)
+        self._give_back()
         return whereabouts(self.device)
+
+    def _give_back(self) -> None:
+        """Gives the memory that torch holds in reserve back to the device: a colocated engine needs it to wake up."""
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
     def restore(self, folder: Path) -> None:
         """See ``Policy.restore``."""
@@ -70,7 +77,9 @@ class PolicyWorker:
 
     def update(self, batch: tuple[list[Sample], list[bool]], step: int) -> dict[str, float]:
         """See ``Policy.update``."""
-        return self.learner.update(*batch, step)
+        metrics = self.learner.update(*batch, step)
+        self._give_back()
+        return metrics
 
     def publish(self, step: int, root: Path, session: int) -> StoredAdapter | None:
         """Gathers the adapter; rank 0 writes it as a new version below ``root`` and returns that."""
@@ -120,7 +129,7 @@ class RayPolicy:
         first = self.workers[0].address.remote()
         try:
             address = ray.get(first)
-        except (RayActorError, RayTaskError):
+        except RayError:
             raise self._reason([first]) from None
         return self._all("start", address, marker)
 
@@ -144,7 +153,7 @@ class RayPolicy:
     def export(self, folder: Path, card: dict[str, Any]) -> None:
         """See ``Policy.export``."""
         self.doing = f"in the export of step {card['step']}"
-        self._patiently("export", folder, card)
+        self._patiently("export", Path(os.path.abspath(folder)), card)  # workers have working directories of their own
 
     def save(self, store: CheckpointStore, step: int, state: str, facts: dict[str, Any]) -> None:
         """See ``Policy.save``."""
@@ -167,7 +176,7 @@ class RayPolicy:
             done, waiting = ray.wait(waiting, num_returns=1)
             try:
                 ray.get(done[0])
-            except (RayActorError, RayTaskError):
+            except RayError:
                 raise self._reason(calls) from None
         return ray.get(calls)
 
@@ -175,15 +184,15 @@ class RayPolicy:
         """Why a call failed: the death of a rank comes before what it did to the others."""
         # A rank's death shows as a broken connection on the others, maybe before it shows as a death.
         ray.wait(calls, num_returns=len(calls), timeout=_LAST_WORDS_S)
-        errors: dict[int, RayActorError | RayTaskError] = {}
+        errors: dict[int, RayError] = {}
         for rank, call in enumerate(calls):
             try:
                 ray.get(call, timeout=0)
             except GetTimeoutError:
                 continue
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 errors[rank] = error
-        deaths = [rank for rank, reason in errors.items() if isinstance(reason, RayActorError)]
+        deaths = [rank for rank, reason in errors.items() if not isinstance(reason, RayTaskError)]
         faults = [reason.cause for reason in errors.values() if isinstance(reason, RayTaskError)]
         mendable = [fault for fault in faults if isinstance(fault, UserError)]
         if mendable and not deaths:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 
-def cause_of(error: RayActorError | RayTaskError) -> Exception:
-    """What a worker died of or raised, without Ray's wrapping."""
+def cause_of(error: RayError) -> Exception:
+    """What a worker died of or raised, without Ray's wrapping.
+
+    Not every death is a ``RayActorError``: a process that Ray ends because its machine runs out of memory is an
+    ``OutOfMemoryError``, what lay on a machine that went down an ``ObjectLostError``.
+    """
     return error.cause if isinstance(error, RayTaskError) else error
 
 

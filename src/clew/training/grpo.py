@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clew.checkpoint import append_jsonl
+from clew.checkpoint.patience import with_patience
 from clew.envs.registry import make_env
 from clew.envs.suites import take_distinct, training_tasks
 from clew.errors import Interrupted
@@ -56,12 +57,18 @@ def train(
     """
     session_began = time.monotonic()
     seed = recipe.training.seed
-    evaluator = Evaluator(recipe, rollouts, run_dir, on_result)
+    # A shared file system may be full or away for a moment; the disk of a single machine won't mend itself.
+    patience_s = recipe.runtime.storage_patience_s if recipe.runtime.kind == "ray" else 0.0
+    patiently = partial(with_patience, patience_s=patience_s, note=on_note)
+    evaluator = Evaluator(recipe, rollouts, run_dir, on_result, patiently)
     settings = environment_settings(recipe.environment)
     sampling = Sampling(recipe.rollout.temperature, recipe.rollout.max_new_tokens)
     limits = Limits(recipe.rollout.max_tokens, recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes)
     held_out = evaluator.suites.held_out()
     new_env = partial(make_env, recipe.environment.id, **settings)
+
+    def note_down(name: str, line: dict[str, Any]) -> None:
+        patiently(lambda: append_jsonl(run_dir / name, line))
 
     state = RunState(recipe, run_dir, policy)
     state.restore()
@@ -87,7 +94,7 @@ def train(
         if recipe.evaluation.before_training:
             baseline = [evaluator.regular(0), *evaluator.thorough(0)]
             state.record_evaluation(baseline[0])
-            append_jsonl(run_dir / "metrics.jsonl", {"step": 0, **evaluation_metrics(baseline)})
+            note_down("metrics.jsonl", {"step": 0, **evaluation_metrics(baseline)})
 
     for step in range(state.step + 1, recipe.training.steps + 1):
         step_began = time.monotonic()
@@ -129,7 +136,7 @@ def train(
         evaluated = time.monotonic()
         if last or improved or step % recipe.checkpoint.export_interval == 0:
             export(step)
-        append_jsonl(run_dir / "metrics.jsonl", metrics)
+        note_down("metrics.jsonl", metrics)
         stopping = should_stop()
         if last or stopping or step % recipe.checkpoint.interval == 0:
             state.save()
@@ -148,7 +155,7 @@ def train(
             "session": state.session,
             "elapsed_s": now - session_began,
         }
-        append_jsonl(run_dir / "timing.jsonl", timing)
+        note_down("timing.jsonl", timing)
         on_step(metrics, timing)
         if stopping and not last:
             raise Interrupted(step)
