@@ -47,10 +47,10 @@ def run_eval(
     check_supported(recipe)
     if run is not None and policy == "model" and adapter is None:
         step, adapter = find_adapter(run, "best")
+    prepare_process(recipe)
+    check_parts(recipe)
     if policy == "model":
         recipe = located(recipe)
-    prepare_process(recipe)
-    check_parts(recipe, with_model=policy == "model")
     from clew.runtime.evaluation import Subject, evaluate_subject, record
 
     console = Console()

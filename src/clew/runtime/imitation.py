@@ -60,7 +60,7 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
     if out.exists():
         return _show_finished(recipe, out, console)
     prepare_process(recipe)
-    check_parts(recipe, with_model=False)
+    check_parts(recipe)
     work = work_folder(out)
     check_run_dir(work, "--out: its work folder")  # which is deleted at the end
     _demonstrated(recipe)

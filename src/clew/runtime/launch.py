@@ -57,9 +57,8 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
             return summary
     # All that may be wrong with the input is found before a directory is made or moved.
     prepare_process(recipe)
-    check_parts(recipe, with_model=False)  # before somebody is sent to download a model for nothing
+    check_parts(recipe)  # first: nobody is to be sent to download a model for nothing
     ready = located(recipe)
-    check_parts(ready)
     if fresh and (aside := set_aside(run_dir)) is not None:
         _say(console, f"the run that was here is kept in {aside}")
     with RunLock(run_dir):

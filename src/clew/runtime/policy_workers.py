@@ -35,6 +35,7 @@ class PolicyWorker:
     def __init__(self, recipe: Recipe, rank: int, ranks: int, device: str, backend: str, threads: int) -> None:
         torch.set_num_threads(threads)
         self.recipe, self.ranks, self.device, self.backend = recipe, Ranks(rank, ranks), device, backend
+        self._stores: dict[Path, CheckpointStore] = {}  # a store knows what it has hashed already
 
     def address(self) -> str:
         """A free port on this machine at which ranks can meet: HOST:PORT."""
@@ -86,8 +87,9 @@ class PolicyWorker:
         adapter = self.learner.publish(step)
         if self.ranks.rank:
             return None
-        name = f"step-{step:06d}-a{session}-{adapter.content_hash[:8]}"
-        facts = {"adapter": name, "sha256": adapter.content_hash}
+        digest = adapter.content_hash  # of hundreds of megabytes, at every step
+        name = f"step-{step:06d}-a{session}-{digest[:8]}"
+        facts = {"adapter": name, "sha256": digest}
         folder = write_directory(root / name, lambda staging: write_adapter(adapter, staging), facts)
         return StoredAdapter(name, folder)
 
@@ -97,7 +99,8 @@ class PolicyWorker:
 
     def save(self, root: Path, keep: int | None, step: int, state: str, facts: dict[str, Any]) -> None:
         """See ``Policy.save``."""
-        self.learner.save(CheckpointStore(root, keep), step, state, facts)
+        store = self._stores.setdefault(root, CheckpointStore(root, keep))
+        self.learner.save(store, step, state, facts)
 
 
 class RayPolicy:

@@ -36,11 +36,13 @@ def located(recipe: Recipe) -> Recipe:
     """The recipe with its model where `clew prepare` put it, for whoever is to load that; unchanged if it is on no hub.
 
     Raises:
-        UserError: the model has to be prepared first.
+        UserError: the model has to be prepared first, or its folder is missing.
     """
+    from clew.policy.paths import resolve_model_path
     from clew.runtime.prepare import hub_id, prepared_dir, prepared_model
 
     if hub_id(recipe) is None:
+        resolve_model_path(recipe.model)
         return recipe
     if (folder := prepared_model(recipe)) is None:
         raise UserError(
@@ -69,11 +71,8 @@ def prepare_process(recipe: Recipe) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
 
 
-def check_parts(recipe: Recipe, with_model: bool = True) -> None:
-    """Finds bad names in the recipe that only the parts themselves know.
-
-    Args:
-        with_model: the model is used too, and not only a device to put one on.
+def check_parts(recipe: Recipe) -> None:
+    """Finds bad names in the recipe that only the parts themselves know; the model's are found by ``located``.
 
     Raises:
         UserError: names the key.
@@ -81,10 +80,8 @@ def check_parts(recipe: Recipe, with_model: bool = True) -> None:
     from clew.envs.registry import make_env
     from clew.envs.suites import suite_settings
     from clew.evaluation.suites import environment_settings
-    from clew.policy.paths import resolve_device, resolve_model_path
+    from clew.policy.paths import resolve_device
 
-    if with_model:
-        resolve_model_path(recipe.model)
     if recipe.runtime.kind == "local":  # the machines of a cluster have devices of their own
         resolve_device(recipe)
     settings = environment_settings(recipe.environment)
