@@ -89,7 +89,7 @@ def prepare(model: str, threads: int) -> Bench:
         player=Player(vlm.template, vlm.patcher),
         sampling=Sampling(recipe.rollout.temperature, recipe.rollout.max_new_tokens),
         limits=Limits(recipe.rollout.max_tokens),
-        settings=environment_settings(recipe.environment),
+        settings=environment_settings(recipe),
     )
 
 

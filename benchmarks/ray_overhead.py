@@ -41,7 +41,7 @@ def step_times(
     recipe: Recipe, policy: Policy, rollouts: Rollouts, drawn: list[tuple[int, Task]], step: int
 ) -> tuple[float, ...]:
     """Seconds of the parts of one training step."""
-    new_env = partial(make_env, recipe.environment.id, **environment_settings(recipe.environment))
+    new_env = partial(make_env, recipe.environment.id, **environment_settings(recipe))
     attempts = [(task, k) for _, task in drawn for k in range(recipe.algorithm.group_size)]
     sampling = Sampling(recipe.rollout.temperature, recipe.rollout.max_new_tokens)
     limits = Limits(recipe.rollout.max_tokens, recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes)
@@ -62,7 +62,7 @@ def main() -> int:
     recipe = load_recipe("laptop", [*BATCH, "runtime.kind=ray"])
     prepare_process(recipe)
     learner = Learner(recipe)
-    settings = environment_settings(recipe.environment)
+    settings = environment_settings(recipe)
     tasks = training_tasks(make_env(recipe.environment.id, **settings), frozenset(), seed=0)
     found: dict[str, list[tuple[float, ...]]] = {"local": [], "ray": []}
     with tempfile.TemporaryDirectory() as folder:

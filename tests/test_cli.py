@@ -417,8 +417,9 @@ def test_shipped_warm_start_is_what_its_card_says() -> None:
     recipe = load_recipe("laptop")
     assert facts["weights_sha256"] == base_fingerprint(str(folder))
     assert facts["command"] == "clew sft laptop"
-    assert facts["environment"] == recipe.environment.model_dump(mode="json")
-    assert facts["sft"] == recipe.sft.model_dump(mode="json")
+    for name in ("environment", "sft"):  # a key that came after the model was made has its default there
+        table = getattr(recipe, name)
+        assert type(table).model_validate(facts[name]) == table
     assert 23 <= facts["evaluation"]["sampled_mean_solved"] <= 33
     assert facts["evaluation"]["greedy"]["total"] == 64
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 8 * 2**20

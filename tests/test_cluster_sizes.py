@@ -109,7 +109,7 @@ def test_tokens_of_an_episode_are_those_of_the_chat_template(folder: str) -> Non
     source = find_model(recipe)
     sizes = episode_sizes(source, recipe)
     assert not sizes.estimated
-    env = MazeEnv(**environment_settings(recipe.environment))
+    env = MazeEnv(**environment_settings(recipe))
     frame = env.reset(3)[0].image
     grid = AutoImageProcessor.from_pretrained(source.folder)(images=[frame], return_tensors="pt")["image_grid_thw"]
     assert sizes.frame_tokens == int(grid.prod()) // 4

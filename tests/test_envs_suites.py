@@ -26,7 +26,7 @@ from clew.evaluation.evaluate import reference
 from clew.evaluation.suites import environment_settings
 from clew.recipe import load_recipe
 
-RECIPE: dict[str, Any] = environment_settings(load_recipe("laptop").environment)
+RECIPE: dict[str, Any] = environment_settings(load_recipe("laptop"))
 # 15 trees, and paths of two or three moves: a world of some hundred problems, in which seeds collide.
 SMALL: dict[str, Any] = {"size": (2, 3), "min_path": 2, "max_path": 3, "max_turns": 5}
 
@@ -105,7 +105,7 @@ def test_a_longer_list_begins_with_the_shorter_one() -> None:
 
 
 def test_too_large_a_suite_is_refused_with_the_key() -> None:
-    with pytest.raises(UserError, match=r"evaluation\.size: suite 'heldout' can't have 5000 different mazes"):
+    with pytest.raises(UserError, match=r"evaluation\.size: suite 'heldout' can't have 5000 different tasks"):
         maze_suite("heldout", {**SMALL, "size": (2, 2), "max_path": 2, "max_turns": 3}, 5000)
     with pytest.raises(UserError, match=r"evaluation\.suites: 'huge' is unknown; there are heldout"):
         suite_settings("huge", RECIPE)

@@ -48,7 +48,7 @@ print(json.dumps({
     "processor": type(processor).__name__,
     "ids": inputs["input_ids"][0].tolist(),
     "answer": processor.decode(answer, skip_special_tokens=True),
-    "best": env.best_actions(),
+    "best": [env.move_text(d) for d in env.best_moves()],
 }))
 """
 

@@ -25,8 +25,10 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from clew.agent.ledger import StopReason, Trajectory, Turn
 from clew.envs.base import Observation, Task
+from clew.envs.maze_env import MazeEnv
 from clew.policy.model import VisionLanguageModel, load_model
 from clew.policy.vision import FeatureCache
+from clew.recipe import SftTable
 from clew.rollout.engine import Completion, LockstepEngine, Sampling, derive_seed
 from clew.training.sft import new_model
 
@@ -45,7 +47,7 @@ def _folder(name: str) -> Path:
 def tiny_folder() -> Path:
     """The package's untrained tiny model, sharpened."""
     folder = _folder("tiny")
-    new_model(folder, seed=0)
+    new_model(folder, SftTable(seed=0), MazeEnv())
     vlm = load_model(folder)
     with torch.no_grad():
         vlm.model.lm_head.weight.mul_(2.0)  # tied: the embeddings too

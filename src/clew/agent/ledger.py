@@ -49,6 +49,7 @@ class Turn:
     end: int = 0
     answer: str = ""
     feedback: str = ""
+    action: str | None = None  # what the environment understood, where it says so
     reward: float = 0.0
 
 

@@ -60,6 +60,7 @@ def findings() -> Iterator[Finding]:
         else:  # vLLM for CPUs is another distribution of the same module
             names = metadata.packages_distributions()[module]
             yield Finding(module, ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names))))
+    yield _visgym()
     yield Finding("cores", f"{cores()} usable of {os.cpu_count()}")
     yield from _torch()
     memory = _memory_gb()
@@ -72,6 +73,20 @@ def findings() -> Iterator[Finding]:
     warm_start = resources.files("clew") / "assets" / "warm-start" / "model.safetensors"
     there = warm_start.is_file()
     yield Finding("warm start", "shipped" if there else "missing", "" if there else "make it with clew sft laptop")
+
+
+def _visgym() -> Finding:
+    from clew.envs.visgym.fork import HOW_TO_GET, VARIABLE, find_fork, missing_packages
+    from clew.errors import UserError
+
+    if not os.environ.get(VARIABLE):
+        return Finding("VisGym", f"not here; needed for environments visgym:... only ({HOW_TO_GET})")
+    try:
+        fork = find_fork()
+    except UserError as error:
+        return Finding("VisGym", "not usable", str(error))
+    missing = missing_packages()
+    return Finding("VisGym", str(fork), f"pip install {' '.join(missing)}" if missing else "")
 
 
 def _torch() -> Iterator[Finding]:

@@ -39,8 +39,9 @@ class ImageEnv(Protocol):
     """An environment seen as images and driven by text.
 
     The environment owns its turn cap: it answers ``truncated=True`` when the cap is reached. ``info`` of
-    ``step`` holds ``success`` (bool; the goal was reached, independent of any reward) and ``feedback``
-    (one short word: moved, blocked, unparsable, ...).
+    ``step`` holds ``success`` (bool; the goal was reached, independent of any reward), ``feedback``
+    (one short word: moved, blocked, unparsable, ...) and, if it likes, ``action`` (str or None: the action that
+    was understood, as reports show it).
     """
 
     env_id: str
@@ -63,16 +64,23 @@ class ImageEnv(Protocol):
     def close(self) -> None: ...
 
 
+def plain_text(text: str) -> str:
+    """Foreign text that can't be taken for a chat template's own tokens: ``<|im_end|>`` becomes ``< |im_end| >``."""
+    return text.replace("<|", "< |").replace("|>", "| >")
+
+
 @dataclass(frozen=True)
 class Suite:
     """A fixed, named list of tasks with the settings they are played under.
 
     Attributes:
         name: as used in recipes and file names (``heldout``, ``larger``, ...).
+        env_id: the environment.
         env_kwargs: keyword arguments for ``make_env``, the turn cap included.
         tasks: the tasks in order.
     """
 
     name: str
+    env_id: str
     env_kwargs: dict[str, Any] = field(hash=False)
     tasks: tuple[Task, ...] = ()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import re
+from collections.abc import Collection
 from typing import Any, Literal
 
 import numpy as np
@@ -39,11 +42,11 @@ def answer_text(action: str) -> str:
     return f"<action>{action}</action>"
 
 
-def parse_action(answer: str) -> str | None:
-    """The action that an answer names, or None where it names none, several, or an unknown one."""
+def parse_action(answer: str, names: Collection[str] = ACTIONS) -> str | None:
+    """The action that an answer names, or None where it names none, several, or one that is not in ``names``."""
     found = _ANSWER.findall(answer)
     name = found[0].strip() if len(found) == 1 else None
-    return name if name in ACTIONS else None
+    return name if name in names else None
 
 
 class MazeEnv:
@@ -91,6 +94,7 @@ class MazeEnv:
         self.max_turns, self.goal, self.braid, self.palette = max_turns, goal, braid, palette
         self.prompt = PROMPTS[goal]
         self.maze: Maze | None = None
+        self.turn = 0
 
     def make(self, seed: int) -> Maze:
         """The maze of a seed under this environment's settings."""
@@ -143,7 +147,7 @@ class MazeEnv:
                     feedback = "reached"
         truncated = not terminated and self.turn >= self.max_turns
         self.over = terminated or truncated
-        info = {"success": success, "feedback": feedback}
+        info = {"success": success, "feedback": feedback, "action": name}
         return Observation(self.frame(), FEEDBACK[feedback]), float(success), terminated, truncated, info
 
     def frame(self) -> np.ndarray:
@@ -157,16 +161,34 @@ class MazeEnv:
             self._distance_to_goal = distances(maze.rows, maze.cols, maze.open_sides, maze.goal)
         return self._distance_to_goal
 
-    def best_actions(self) -> list[str]:
-        """The names of all optimal actions from here."""
+    def exits(self) -> list[int]:
+        """The open directions, as indices into ``DIRECTIONS``."""
+        return self._started().exits(self.room)
+
+    def best_moves(self) -> list[int]:
+        """The directions that lead nearer to the goal; none on it."""
         maze = self._started()
-        if self.room == maze.goal:
-            return ["stop"]
-        return [DIRECTIONS[d] for d in best_directions(maze, self.distance_to_goal(), self.room)]
+        return [] if self.room == maze.goal else best_directions(maze, self.distance_to_goal(), self.room)
 
     def oracle_action(self) -> str:
         """The text of an optimal action from here (the first of them in the order up, right, down, left)."""
-        return answer_text(self.best_actions()[0])
+        moves = self.best_moves()
+        return self.move_text(moves[0]) if moves else self.stop_text
+
+    def move_text(self, direction: int) -> str:
+        """How a move is written."""
+        return answer_text(DIRECTIONS[direction])
+
+    stop_text = answer_text("stop")
+    """How stopping is written."""
+
+    def start_within(self, farthest: int, rng: random.Random) -> tuple[Observation, dict[str, Any]]:
+        """Starts the current maze again from a random room at most ``farthest`` moves from the goal."""
+        maze = self._started()
+        distance = distances(*self.size, maze.open_sides, maze.goal)
+        rooms = [room for room, moves in enumerate(distance) if 1 <= moves <= farthest]
+        start = rng.choice(rooms)
+        return self.start(dataclasses.replace(maze, start=start, path_length=distance[start]))
 
     def _started(self) -> Maze:
         if self.maze is None:

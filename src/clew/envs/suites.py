@@ -11,7 +11,8 @@ from itertools import count
 from typing import Any
 
 from clew.envs.base import ImageEnv, Suite, Task
-from clew.envs.maze_env import MazeEnv
+from clew.envs.maze_env import ENV_ID, MazeEnv
+from clew.envs.registry import make_env
 from clew.errors import UserError
 
 # Where each list looks for its seeds: far apart, so that lists can grow without meeting.
@@ -25,8 +26,11 @@ _FIRST_SEED = {
     "stop": 7_000_000_000,
 }
 SUITES = tuple(_FIRST_SEED)
+"""The suites of the native maze; every other environment has the two of ``OTHER_SUITES``."""
+OTHER_SUITES = ("heldout", "unseen")
 _SEEDS_PER_RUN = 10_000_000
 _SKIPS_IN_A_ROW = 10_000  # then there is nothing (or next to nothing) left to find
+_FOREIGN_SKIPS_IN_A_ROW = 1_000  # where every look at a task costs a frame
 
 
 def suite_settings(name: str, base: dict[str, Any]) -> dict[str, Any]:
@@ -50,32 +54,78 @@ def suite_settings(name: str, base: dict[str, Any]) -> dict[str, Any]:
     return {**base, **changes[name]}
 
 
+def is_env_id(name: str) -> bool:
+    """Whether a suite's name is that of an environment: then it is that environment's seeds from 0 on."""
+    return ":" in name
+
+
+def file_stem(suite: str) -> str:
+    """A suite's name as it stands in file names: ``visgym:maze_2d/easy`` becomes ``visgym-maze_2d-easy``."""
+    return suite.translate(str.maketrans(":/", "--"))
+
+
+def suite_names(env_id: str) -> tuple[str, ...]:
+    """The suites that can be made of an environment by name."""
+    return SUITES if env_id == ENV_ID else OTHER_SUITES
+
+
 def maze_suite(name: str, base: dict[str, Any], size: int, apart_from: Iterable[Suite] = ()) -> Suite:
+    """A suite of the native maze, for an agent trained under ``base`` (see ``make_suite``)."""
+    return make_suite(name, ENV_ID, suite_settings(name, base), size, apart_from)
+
+
+def make_suite(name: str, env_id: str, settings: dict[str, Any], size: int, apart_from: Iterable[Suite] = ()) -> Suite:
     """The first ``size`` tasks of a suite: no content twice, and none that is in the suites ``apart_from``.
 
+    Environments that are not Clew's own are known by their seeds ("seeds 0-63"), so their lists begin at 0.
+
     Raises:
-        UserError: the suite is unknown, or there are too few different mazes.
+        UserError: the environment can't be made, or there are too few different tasks.
         ValueError: its settings allow no maze.
     """
-    env = MazeEnv(**suite_settings(name, base))
-    taken = set(content_hashes(apart_from))
-    tasks: list[Task] = []
-    skipped = 0
-    for seed in count(_FIRST_SEED[name]):
-        if len(tasks) == size:
-            break
-        task = env.task(seed)
-        if task.content_hash not in taken:
-            taken.add(task.content_hash)
-            tasks.append(task)
-            skipped = 0
-        elif (skipped := skipped + 1) == _SKIPS_IN_A_ROW:
-            key = "evaluation.confirm_size" if name == "unseen" else "evaluation.size"
-            raise UserError(
-                f"{key}: suite {name!r} can't have {size} different mazes (found {len(tasks)}); "
-                "ask for fewer, or make environment.size larger"
-            )
-    return Suite(name, suite_settings(name, base), tuple(tasks))
+    env = make_env(env_id, **settings)
+    try:
+        first = 0 if env_id != ENV_ID and name != "unseen" else _FIRST_SEED[name]
+        taken = set(content_hashes(apart_from))
+        tasks: list[Task] = []
+        skipped = 0
+        for seed in count(first):
+            if len(tasks) == size:
+                break
+            task = task_of(env, seed)
+            if task.content_hash not in taken:
+                taken.add(task.content_hash)
+                tasks.append(task)
+                skipped = 0
+            elif (skipped := skipped + 1) == _skips(env):
+                key = "evaluation.confirm_size" if name == "unseen" else "evaluation.size"
+                raise UserError(
+                    f"{key}: suite {name!r} can't have {size} different tasks of {env_id} (found {len(tasks)}); "
+                    f"{_remedy(env_id, len(taken))}"
+                )
+    finally:
+        env.close()
+    return Suite(name, env_id, settings, tuple(tasks))
+
+
+def _skips(env: ImageEnv) -> int:
+    return _SKIPS_IN_A_ROW if env.env_id == ENV_ID else _FOREIGN_SKIPS_IN_A_ROW
+
+
+def _remedy(env_id: str, n_contents: int) -> str:
+    if n_contents == 1:
+        return (
+            "its first frame is the same for every seed, so nothing can be held out: "
+            "name an environment whose reset(seed=...) draws a new task (see docs/gymnasium.md)"
+        )
+    return "ask for fewer, or make environment.size larger" if env_id == ENV_ID else "ask for fewer"
+
+
+def task_of(env: ImageEnv, seed: int) -> Task:
+    """The task of a seed."""
+    if isinstance(env, MazeEnv):  # which knows it without drawing a frame
+        return env.task(seed)
+    return Task(env.env_id, seed, env.reset(seed)[1]["content_hash"])
 
 
 def content_hashes(suites: Iterable[Suite]) -> frozenset[str]:
@@ -100,14 +150,15 @@ def training_tasks(env: ImageEnv, held_out: frozenset[str], seed: int, position:
     skipped = 0
     for offset in count(position):
         seed_of_task = seed * _SEEDS_PER_RUN + offset
-        task = Task(env.env_id, seed_of_task, env.reset(seed_of_task)[1]["content_hash"])
+        task = task_of(env, seed_of_task)
         if task.content_hash not in held_out and not belongs_to_imitation(task.content_hash):
             skipped = 0
             yield offset + 1, task
-        elif (skipped := skipped + 1) == _SKIPS_IN_A_ROW:
+        elif (skipped := skipped + 1) == _skips(env):
+            key, remedy = ("size", "make it larger, or") if env.env_id == ENV_ID else ("id", "make")
             raise UserError(
-                f"environment.size: {skipped:,} mazes in a row are held out or belong to imitation, so none "
-                "is left to train on; make it larger, or evaluation.size smaller"
+                f"environment.{key}: {skipped:,} tasks in a row are held out or belong to imitation, so none "
+                f"is left to train on; {remedy} evaluation.size smaller"
             )
 
 
@@ -124,7 +175,7 @@ def take_distinct(tasks: Iterator[tuple[int, Task]], n: int) -> list[tuple[int, 
         if len(drawn) == n:
             return list(drawn.values())
     raise UserError(
-        f"training.prompts_per_step: only {len(drawn)} different mazes were found for a step of {n}; "
+        f"training.prompts_per_step: only {len(drawn)} different tasks were found for a step of {n}; "
         "ask for fewer, or make environment.size larger"
     )
 

@@ -18,8 +18,10 @@ from PIL import Image
 from clew.agent.ledger import StopReason, Trajectory
 from clew.checkpoint.durable import write_file_atomic
 from clew.envs.base import ImageEnv, Suite
-from clew.envs.maze_env import MazeEnv, parse_action
-from clew.envs.navigators import REFERENCES
+from clew.envs.navigators import REFERENCES, missing_reference
+from clew.envs.registry import make_env
+from clew.envs.suites import file_stem
+from clew.errors import UserError
 from clew.evaluation.wilson import wilson_interval
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits
@@ -133,7 +135,7 @@ def _episode(trajectory: Trajectory) -> dict[str, Any]:
     return {
         **_outcome(trajectory),
         "turns": len(answered),
-        "actions": [parse_action(t.answer) or t.answer for t in answered],
+        "actions": [t.action or t.answer for t in answered],
     }
 
 
@@ -141,23 +143,38 @@ WALKS = 16
 
 
 def reference(suite: Suite, policy: str, seed: int) -> Result:
-    """Plays a suite of mazes with a policy that has no model (a key of ``REFERENCES``).
+    """Plays a suite with a policy that has no model (a key of ``REFERENCES``).
 
     A policy that draws walks every maze ``WALKS`` times: one walk through 64 mazes would say little about it.
+
+    Raises:
+        UserError: the environment does not give what the policy needs.
     """
-    env = MazeEnv(**suite.env_kwargs)
+    env = make_env(suite.env_id, **suite.env_kwargs)
+    try:
+        env.reset(suite.tasks[0].seed)
+        if (reason := missing_reference(env, policy)) is not None:
+            raise UserError(f"the reference policy {policy} can't play the suite {suite.name}: {reason}")
+        return Result(suite.name, policy, None, _walks(env, suite, policy, seed))
+    finally:
+        env.close()
+
+
+def _walks(env: ImageEnv, suite: Suite, policy: str, seed: int) -> list[dict[str, Any]]:
     navigate = REFERENCES[policy]()
     episodes = []
     for task, walk in itertools.product(suite.tasks, range(1 if policy == "oracle" else WALKS)):
         rng = random.Random(f"{seed}/{policy}/{task.content_hash}/{walk}")
         _, info = env.reset(task.seed)
+        if info["content_hash"] != task.content_hash:
+            raise ValueError(f"{task} made content {info['content_hash']}: its settings are not those of its list")
         actions: list[str] = []
         reward, success = 0.0, False
         terminated = truncated = False
         while not (terminated or truncated):
             answer = navigate(env, rng)
-            actions.append(parse_action(answer) or answer)
             _, gained, terminated, truncated, step_info = env.step(answer)
+            actions.append(step_info.get("action") or answer)
             reward += gained
             success = step_info["success"]
         reason = StopReason.SUCCESS if success else StopReason.WRONG_END if terminated else StopReason.TURN_CAP
@@ -173,7 +190,7 @@ def reference(suite: Suite, policy: str, seed: int) -> Result:
                 "actions": actions,
             }
         )
-    return Result(suite.name, policy, None, episodes)
+    return episodes
 
 
 # --- the sight test --------------------------------------------------------------------------------------
@@ -188,20 +205,40 @@ class SwappedFrames:
     """Shows another maze: the agent walks its own maze and sees a walker that plays its answers in the next one."""
 
     def __init__(self, suite: Suite) -> None:
-        self._settings = suite.env_kwargs
+        self._suite = suite
         hashes = [task.content_hash for task in suite.tasks]
         self._other = dict(zip(hashes, [*suite.tasks[1:], suite.tasks[0]], strict=True))
-        self._shadows: dict[int, MazeEnv] = {}
+        self._shadows: dict[int, _Shadow] = {}
 
     def __call__(self, frame: np.ndarray, trajectory: Trajectory) -> np.ndarray:
         if not trajectory.turns:
-            shadow = self._shadows[id(trajectory)] = MazeEnv(**self._settings)
-            shadow.reset(self._other[trajectory.task.content_hash].seed)
+            env = make_env(self._suite.env_id, **self._suite.env_kwargs)
+            observation, _ = env.reset(self._other[trajectory.task.content_hash].seed)
+            shadow = self._shadows[id(trajectory)] = _Shadow(env, observation.image)
         else:
             shadow = self._shadows[id(trajectory)]
-            if not shadow.over:
-                shadow.step(trajectory.turns[-1].answer)
-        return shadow.frame()
+            shadow.follow(trajectory.turns[-1].answer)
+        return shadow.frame
+
+    def close(self) -> None:
+        """Closes the walkers' environments."""
+        for shadow in self._shadows.values():
+            shadow.env.close()
+        self._shadows.clear()
+
+
+@dataclass
+class _Shadow:
+    """Another task, played by the answers that the agent gives in its own; it stays where it ends."""
+
+    env: ImageEnv
+    frame: np.ndarray
+    over: bool = False
+
+    def follow(self, answer: str) -> None:
+        if not self.over:
+            observation, _, terminated, truncated, _ = self.env.step(answer)
+            self.frame, self.over = observation.image, terminated or truncated
 
 
 # --- files -----------------------------------------------------------------------------------------------
@@ -210,7 +247,7 @@ class SwappedFrames:
 def write_result(run_dir: Path, result: Result, tokenizer: Any = None) -> None:
     """Writes RUN/eval/.../SUITE.MODE.json and, given a tokenizer, the replays of its episodes."""
     folder = "references" if result.step is None else f"step-{result.step:06d}"
-    name = f"{result.suite}.{result.mode}"
+    name = f"{file_stem(result.suite)}.{result.mode}"
     path = run_dir / "eval" / folder / f"{name}.json"
     write_file_atomic(path, json.dumps(result.record(), indent=1) + "\n")
     if tokenizer is not None:

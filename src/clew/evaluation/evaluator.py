@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from clew.envs.navigators import REFERENCES
+from clew.envs.navigators import REFERENCES, missing_reference
 from clew.envs.registry import make_env
 from clew.evaluation.evaluate import Result, SwappedFrames, blank_frames, evaluate, reference, write_result
 from clew.evaluation.suites import RecipeSuites, token_budget
@@ -56,17 +57,21 @@ class Evaluator:
 
     def sight(self, step: int) -> dict[str, Result]:
         """The held-out set with blanked frames and with the frames of another maze."""
-        return {
-            "blank": self._play(self.main, "blank", step, see=blank_frames),
-            "swapped": self._play(self.main, "swapped", step, see=SwappedFrames(self.suites.suite(self.main))),
-        }
+        blank = self._play(self.main, "blank", step, see=blank_frames)
+        with contextlib.closing(SwappedFrames(self.suites.suite(self.main))) as see:
+            return {"blank": blank, "swapped": self._play(self.main, "swapped", step, see=see)}
 
     def references(self) -> list[Result]:
-        """Policies without a model on every suite of the recipe."""
+        """Policies without a model on every suite of the recipe, those that its environment allows."""
         results = []
         for name in self.recipe.evaluation.suites:
-            for policy in REFERENCES:
-                results.append(reference(self.suites.suite(name), policy, self.recipe.training.seed))
+            suite = self.suites.suite(name)
+            env = make_env(suite.env_id, **suite.env_kwargs)
+            env.reset(suite.tasks[0].seed)
+            possible = [policy for policy in REFERENCES if missing_reference(env, policy) is None]
+            env.close()
+            for policy in possible:
+                results.append(reference(suite, policy, self.recipe.training.seed))
                 self._keep(results[-1], replays=False)
         return results
 
@@ -77,7 +82,7 @@ class Evaluator:
         temperature = 0.0 if mode == "greedy" else recipe.rollout.temperature
         result = evaluate(
             self.rollouts,
-            partial(make_env, recipe.environment.id, **suite.env_kwargs),
+            partial(make_env, suite.env_id, **suite.env_kwargs),
             suite,
             mode,
             step,

@@ -126,13 +126,14 @@ def tiny_config(tokenizer: Tokenizer) -> Qwen3VLConfig:
     )
 
 
-def build_tiny_model(folder: Path, corpus: list[str], seed: int = 0) -> None:
+def build_tiny_model(folder: Path, corpus: list[str], seed: int = 0, max_pixels: int = 512 * 512) -> None:
     """Writes a tiny Qwen3-VL with random weights: config, safetensors, tokenizer, template, processor configs.
 
     Args:
         folder: where to write; made if missing.
         corpus: texts the tokenizer is trained on (the environment's prompt, feedback and answers).
         seed: of the random weights.
+        max_pixels: of a frame; larger ones are scaled down.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(corpus)
@@ -152,7 +153,7 @@ def build_tiny_model(folder: Path, corpus: list[str], seed: int = 0) -> None:
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
         # Qwen's default lower limit would enlarge these small frames four-fold.
-        "size": {"shortest_edge": 32 * 32, "longest_edge": 512 * 512},
+        "size": {"shortest_edge": 32 * 32, "longest_edge": max_pixels},
     }
     files = {
         "tokenizer_config.json": {

@@ -20,6 +20,18 @@ def conflicts(recipe: Recipe) -> Iterator[Conflict]:
     """Yields every conflict, the plainest first."""
     if recipe.environment.id.startswith("clew/"):
         yield from _maze(recipe)
+    if recipe.environment.id.startswith("visgym:") and recipe.environment.goal != "stop":
+        yield Conflict(
+            f'environment.goal = "{recipe.environment.goal}": in VisGym an episode ends when the agent says stop: '
+            'set environment.goal = "stop"',
+            ("environment.goal", "environment.id"),
+        )
+    if recipe.environment.id.startswith("gym:") and recipe.environment.goal != "reach":
+        yield Conflict(
+            f'environment.goal = "{recipe.environment.goal}" means nothing in Gymnasium: leave it out, and say what '
+            "wins with environment.gymnasium.success",
+            ("environment.goal", "environment.id"),
+        )
     yield from _lengths(recipe)
     yield from _batches(recipe)
     yield from _runtime(recipe)

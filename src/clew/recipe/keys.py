@@ -42,6 +42,12 @@ KEYS: dict[str, Entry] = dict(_walk(Recipe))
 """Every table and key by its dotted name, in the order of the classes."""
 
 
+def is_open(key: str) -> bool:
+    """Whether a dotted name lies below a key that holds a table of the user's own words."""
+    entry = KEYS.get(key.rpartition(".")[0])
+    return entry is not None and entry.field is not None and get_origin(entry.field.annotation) is dict
+
+
 def allowed(field: FieldInfo) -> str:
     """What a field accepts, in words: its type and its bounds."""
     for item in field.metadata:

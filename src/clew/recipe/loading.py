@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from clew.errors import UserError
-from clew.recipe.keys import KEYS, allowed, nearest, shown
+from clew.recipe.keys import KEYS, allowed, is_open, nearest, shown
 from clew.recipe.schema import Recipe
 
 
@@ -125,6 +125,8 @@ def _parse_override(text: str) -> _Setting:
     key, raw = key.strip(), raw.strip()
     if not equals or not key or not raw:
         raise _error(f'the override "{text}" is not of the form key.path=value, e.g. training.steps=100')
+    if is_open(key):
+        return _Setting(key, _parse_value(raw), text)
     if key not in KEYS:
         raise _error(f'unknown key {key}: the nearest known is {nearest(key)} (from the override "{text}")')
     if KEYS[key].field is None:

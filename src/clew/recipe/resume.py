@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from clew.recipe.keys import shown
+from clew.recipe.keys import KEYS, shown
 from clew.recipe.schema import Recipe
 
 _FREE = ("name", "checkpoint.keep")
@@ -31,7 +31,7 @@ def differences(old: Recipe, new: Recipe) -> list[str]:
 
 def _flat(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tables.items():
-        if isinstance(value, dict):
+        if KEYS[prefix + key].field is None:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value

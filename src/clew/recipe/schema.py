@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -43,6 +44,25 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+class Arguments(dict[str, Any]):
+    """Keyword arguments, as free as they stand in a recipe; nobody changes them, so a recipe can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self))
+
+
+def _arguments(value: dict[str, Any]) -> Arguments:
+    try:
+        json.dumps(value, allow_nan=False)  # they travel to other processes, and into the cards of models
+    except TypeError as error:
+        raise ValueError("a date or a time") from error
+    return Arguments(value)
+
+
+def _names_or_none(value: Any) -> tuple[str, ...] | None:
+    return None if value is None else _names(value)
+
+
 def _target(value: Any) -> str | tuple[str, ...]:
     return value if value == "all-linear" else _names(value)
 
@@ -68,6 +88,11 @@ NonNegativeNumber = Annotated[float, Field(ge=0), AfterValidator(_single)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Size = Annotated[tuple[int, int], BeforeValidator(_size), Allowed("[rows, cols] or one whole number, each side >= 2")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), Allowed("a list of one or more different names")]
+Keywords = Annotated[
+    dict[str, Any],
+    AfterValidator(_arguments),
+    Allowed("a table of strings, finite numbers, true or false, and lists or tables of them"),
+]
 Target = Annotated[
     Literal["all-linear"] | tuple[str, ...],
     BeforeValidator(_target),
@@ -115,17 +140,36 @@ class ModelTable(Table):
     """The adapter."""
 
 
+class GymnasiumTable(Table):
+    """How environments "gym:..." are made, named and won."""
+
+    kwargs: Keywords = Arguments()
+    """Arguments of gymnasium.make, e.g. {is_slippery = false}."""
+    actions: Annotated[
+        tuple[str, ...] | None, BeforeValidator(_names_or_none), Allowed("a list of one or more different names")
+    ] = None
+    """Names of the actions, in the order of their numbers; left out: the numbers."""
+    prompt: Annotated[str | None, Field(min_length=1)] = None
+    """Instructions; left out: a sentence with the environment's name and the actions'."""
+    success: Literal["reward", "return", "info"] = "reward"
+    """What wins: the reward of the step that ends it, the episode's sum of rewards, or a fact of the last step."""
+    success_threshold: float = 1.0
+    """Least reward that wins ("reward", "return")."""
+    success_key: Text = "is_success"
+    """Key of the last step's info that says whether the episode was won ("info")."""
+
+
 class EnvironmentTable(Table):
     """What is to be learned. Size, path bounds, braid and palette describe native mazes ("clew/...")."""
 
     id: Text = "clew/Maze-v0"
-    """Environment id, version included."""
+    """Environment id: "clew/Maze-v0", "visgym:maze_2d/easy" (a task of VisGym), "gym:FrozenLake-v1" (of Gymnasium)."""
     size: Size = (4, 6)
     """Cells of the maze: [rows, cols]; one number n means [n, n]."""
     max_turns: Positive = 15
     """Turns (answers of the agent) an episode may take."""
     goal: Literal["reach", "stop"] = "reach"
-    """How an episode is won: by reaching the goal, or by saying stop on it (which takes one more turn)."""
+    """How an episode is won: by reaching the goal, or by saying stop on it (one more turn; VisGym's only way)."""
     min_path: Positive = 1
     """Fewest moves that a shortest solution of a maze may have."""
     max_path: Positive = 14
@@ -134,6 +178,8 @@ class EnvironmentTable(Table):
     """Fraction of the dead ends that are opened; 0 leaves exactly one path between two cells."""
     palette: Text = "day"
     """Name of the colours that mazes are drawn in."""
+    gymnasium: GymnasiumTable = GymnasiumTable()
+    """Environments of Gymnasium."""
 
 
 class RolloutTable(Table):
@@ -260,6 +306,8 @@ class SftTable(Table):
     """Turns a demonstrated episode may take: the navigator may wander longer than the agent will be allowed to."""
     random_moves: Fraction = 0.5
     """Share of the fallible navigator's turns in which it takes a random open side."""
+    max_pixels: Annotated[int, Field(ge=32 * 32, le=4096 * 4096)] = 512 * 512
+    """Pixels of a frame that the model that is built looks at: larger frames are scaled down (patches are 16 x 16)."""
     seed: NonNegative = 0
     """Seed of the weights and of the demonstrations."""
 
@@ -283,6 +331,10 @@ class RuntimeTable(Table):
     """CPU threads of a process; 0 means all cores (with "ray": the cores shared among the engines or workers)."""
     address: Annotated[str | None, Field(min_length=1)] = None
     """Ray cluster to run on (host:port or "auto"); left out: RAY_ADDRESS where that is set, or a cluster of its own."""
+    visgym_path: Annotated[str | None, Field(min_length=1)] = None
+    """Folder of VisGym's repository, for environments "visgym:..."; left out: what CLEW_VISGYM names."""
+    env_processes: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Processes that VisGym's environments of one engine are spread over."""
     storage_patience_s: NonNegativeNumber = 60.0
     """Seconds for which a write to a full or unreachable shared_dir is tried again before the run stops."""
     device_memory_gb: PositiveNumber = 96.0

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clew.envs.suites import file_stem
+
 SAMPLED = "sampled"
 CONFIRM = "sampled-confirm"
 
@@ -123,7 +125,7 @@ class Run:
         """The recorded episodes of one evaluation, in the order of the suite; empty if there are none."""
         if step is None or suite is None:
             return []
-        path = self.path / "replays" / f"step-{step:06d}" / f"{suite}.{mode}.jsonl"
+        path = self.path / "replays" / f"step-{step:06d}" / f"{file_stem(suite)}.{mode}.jsonl"
         if not path.is_file():
             self.problems.append(f"{path.relative_to(self.path)} is not there: its episodes can't be shown.")
             return []

@@ -145,7 +145,7 @@ class _Episode:
         self, observation: Observation, reward: float, terminated: bool, truncated: bool, info: dict[str, Any]
     ) -> None:
         trajectory, turn = self.trajectory, self.trajectory.turns[-1]
-        turn.reward, turn.feedback = reward, info.get("feedback", "")
+        turn.reward, turn.feedback, turn.action = reward, info.get("feedback", ""), info.get("action")
         trajectory.reward += reward
         if terminated or truncated:
             trajectory.success = bool(info.get("success"))

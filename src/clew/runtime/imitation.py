@@ -25,7 +25,9 @@ from clew.checkpoint import (
     write_directory,
     write_file_atomic,
 )
-from clew.envs.maze_env import ENV_ID, MazeEnv
+from clew.envs.base import ImageEnv
+from clew.envs.navigators import missing_reference
+from clew.envs.registry import make_env
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
 from clew.evaluation.suites import RecipeSuites, environment_settings
@@ -55,23 +57,22 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
     Raises:
         UserError: bad input, or ``out`` holds something else.
     """
-    if recipe.environment.id != ENV_ID:
-        raise UserError(f'environment.id = "{recipe.environment.id}": there are demonstrations of {ENV_ID} only')
     if out.exists():
         return _show_finished(recipe, out, console)
     prepare_process(recipe)
     check_parts(recipe)
     work = work_folder(out)
     check_run_dir(work, "--out: its work folder")  # which is deleted at the end
-    _demonstrated(recipe)
+    env = _demonstrated(recipe)
     with RunLock(work):
         clean_staging(work)
         refuse_changed_recipe(recipe, work, f"choose another --out, or remove {work}")
         write_file_atomic(work / RECIPE, recipe.to_toml())
         if not (work / "init").is_dir():
-            write_directory(work / "init", lambda folder: new_model(folder, recipe.sft.seed), {})
+            write_directory(work / "init", lambda folder: new_model(folder, recipe.sft, env), {})
         vlm = load_model(work / "init", device=resolve_device(recipe))
-        _train(recipe, vlm, work, console)
+        _train(recipe, vlm, env, work, console)
+        env.close()
         facts = _measure(recipe, vlm, work, console, command)
         write_directory(out, lambda folder: _write_model(vlm, work / "init", folder, facts), {})
     shutil.rmtree(work)
@@ -84,21 +85,26 @@ def work_folder(out: Path) -> Path:
     return Path(f"{os.path.abspath(out)}.work")
 
 
-def _demonstrated(recipe: Recipe) -> MazeEnv:
+def _demonstrated(recipe: Recipe) -> ImageEnv:
     """The environment of the demonstrations.
 
     Raises:
-        UserError: no demonstration fits into ``sft.episode_turns``.
+        UserError: no demonstration fits into ``sft.episode_turns``, or the environment knows no solutions.
     """
     # The navigator's own cap: only the agent has to arrive within environment.max_turns.
+    settings = {**environment_settings(recipe), "max_turns": recipe.sft.episode_turns}
     try:
-        return MazeEnv(**{**environment_settings(recipe.environment), "max_turns": recipe.sft.episode_turns})
-    except ValueError as error:
+        env = make_env(recipe.environment.id, **settings)
+    except UserError as error:
         raise UserError(f"sft.episode_turns = {recipe.sft.episode_turns}: {error}; raise it") from error
+    env.reset(0)
+    for reference in ("oracle", "random"):
+        if (reason := missing_reference(env, reference)) is not None:
+            raise UserError(f"environment.id: nothing can demonstrate {env.env_id} ({reason})")
+    return env
 
 
-def _train(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Console) -> None:
-    env = _demonstrated(recipe)
+def _train(recipe: Recipe, vlm: VisionLanguageModel, env: ImageEnv, work: Path, console: Console) -> None:
     held_out = RecipeSuites(recipe).held_out()
     store = CheckpointStore(work / "checkpoints", keep=1)
     latest = store.latest()
@@ -243,9 +249,11 @@ All settings are in `{FACTS}`.
 def _show_finished(recipe: Recipe, out: Path, console: Console) -> dict[str, Any]:
     try:
         facts: dict[str, Any] = json.loads((out / FACTS).read_text(encoding="utf-8"))
-        same = all(facts[key] == getattr(recipe, key).model_dump(mode="json") for key in ("sft", "environment"))
+        tables = {"sft": recipe.sft, "environment": recipe.environment}
+        # A key that came after the model was made has its default there.
+        same = all(type(table).model_validate(facts[name]) == table for name, table in tables.items())
         evaluation = facts["evaluation"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:  # pydantic's ValidationError is a ValueError
         raise UserError(f"--out {out} exists and holds no model of clew sft: choose another folder") from error
     if not same:
         raise UserError(f"--out {out} holds a model made with other settings: choose another folder or remove it")

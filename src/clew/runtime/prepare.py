@@ -119,7 +119,7 @@ def _write_task_lists(recipe: Recipe, root: Path) -> str:
     from clew.evaluation.suites import environment_settings
 
     try:
-        make_env(recipe.environment.id, **environment_settings(recipe.environment)).close()
+        make_env(recipe.environment.id, **environment_settings(recipe)).close()
     except UserError as error:
         if recipe.environment.id.startswith("clew/"):  # always here: the recipe is wrong
             raise

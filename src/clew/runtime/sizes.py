@@ -24,7 +24,7 @@ from clew.policy.adapter import attach_lora
 from clew.policy.model import VisionLanguageModel
 from clew.policy.paths import resolve_model_path
 from clew.policy.vision import FramePatcher
-from clew.recipe import WARM_START, EnvironmentTable, Recipe
+from clew.recipe import WARM_START, Recipe
 from clew.runtime.prepare import prepared_model
 
 FP32 = 4  # bytes
@@ -219,7 +219,7 @@ def episode_sizes(source: ModelSource, recipe: Recipe) -> EpisodeSizes:
     Raises:
         UserError: there is no such environment.
     """
-    scene = _scene(recipe.environment)
+    scene = _scene(recipe)
     patcher = FramePatcher(source.processor)
     t, h, w = patcher.grid(np.zeros((*scene.frame, 3), np.uint8))
     frame_tokens = t * h * w // patcher.merge**2
@@ -241,10 +241,11 @@ def episode_sizes(source: ModelSource, recipe: Recipe) -> EpisodeSizes:
     )
 
 
-def _scene(table: EnvironmentTable) -> _Scene:
+def _scene(recipe: Recipe) -> _Scene:
+    table = recipe.environment
     if table.id in _VISGYM:
         return _VISGYM[table.id]
-    env = make_env(table.id, **environment_settings(table))
+    env = make_env(table.id, **environment_settings(recipe))
     try:
         height, width = env.reset(0)[0].image.shape[:2]
         feedback = tuple(FEEDBACK.values()) if table.id == ENV_ID else _LONGEST_FEEDBACK

@@ -61,7 +61,7 @@ def train(
     patience_s = recipe.runtime.storage_patience_s if recipe.runtime.kind == "ray" else 0.0
     patiently = partial(with_patience, patience_s=patience_s, note=on_note)
     evaluator = Evaluator(recipe, rollouts, run_dir, on_result, patiently)
-    settings = environment_settings(recipe.environment)
+    settings = environment_settings(recipe)
     sampling = Sampling(recipe.rollout.temperature, recipe.rollout.max_new_tokens)
     limits = Limits(recipe.rollout.max_tokens, recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes)
     held_out = evaluator.suites.held_out()

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from clew.checkpoint import CheckpointStore
-from clew.envs.maze_env import ACTIONS, FEEDBACK, PROMPTS, MazeEnv
+from clew.envs.base import ImageEnv
+from clew.envs.maze_env import ACTIONS, ENV_ID, FEEDBACK, PROMPTS
+from clew.envs.navigators import uniform
 from clew.policy.model import VisionLanguageModel, collate, score
 from clew.policy.tiny import build_tiny_model
 from clew.policy.vision import encode
@@ -46,19 +48,37 @@ class SftProgress:
     seconds: float
 
 
-def tokenizer_corpus() -> list[str]:
-    """Texts the tiny tokenizer is trained on: all that the maze ever says, weighted to become whole tokens."""
-    return [*PROMPTS.values(), *FEEDBACK.values(), "user\nassistant\nsystem\n", *ACTIONS] * 50
+def tokenizer_corpus(env: ImageEnv) -> list[str]:
+    """Texts the tiny tokenizer is trained on: all that the environment says, weighted to become whole tokens."""
+    roles = "user\nassistant\nsystem\n"
+    if env.env_id == ENV_ID:
+        return [*PROMPTS.values(), *FEEDBACK.values(), roles, *ACTIONS] * 50
+    return [env.prompt, *_said(env), roles, *env.action_names] * 50
 
 
-def new_model(folder: Path, seed: int) -> None:
-    """Builds the untrained tiny model."""
-    build_tiny_model(folder, tokenizer_corpus(), seed)
+def _said(env: ImageEnv) -> list[str]:
+    """Feedback heard in a few episodes of random actions and one nonsense."""
+    rng = random.Random(0)
+    heard: dict[str, None] = {}
+    for seed in range(4):
+        env.reset(seed)
+        answers = ["?", *(uniform(env, rng) for _ in range(env.max_turns))]
+        for answer in answers:
+            observation, _, terminated, truncated, _ = env.step(answer)
+            heard[observation.text] = None
+            if terminated or truncated:
+                break
+    return list(heard)
+
+
+def new_model(folder: Path, table: SftTable, env: ImageEnv) -> None:
+    """Builds the untrained tiny model for an environment."""
+    build_tiny_model(folder, tokenizer_corpus(env), table.seed, table.max_pixels)
 
 
 def train_sft(
     vlm: VisionLanguageModel,
-    env: MazeEnv,
+    env: ImageEnv,
     table: SftTable,
     held_out: frozenset[str],
     checkpoints: CheckpointStore,

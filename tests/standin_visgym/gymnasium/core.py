@@ -1,0 +1,5 @@
+"""What tells VisGym's fork from Gymnasium itself."""
+
+
+class VLMEnvMixin:
+    pass
