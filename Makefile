@@ -7,7 +7,7 @@ TORCHVISION := .venvs/torchvision/torchvision
 # Made anew when pyproject.toml changes, and only then.
 STAMP := .venv/installed-$(shell cksum < pyproject.toml | tr ' ' '-')
 
-.PHONY: setup demo test test-slow test-vllm lint clean
+.PHONY: setup demo test test-slow test-vllm test-skyrl lint clean
 
 setup: $(STAMP)
 
@@ -24,7 +24,7 @@ demo: $(STAMP)
 	$(BIN)/clew train laptop
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not vllm"
+	$(BIN)/pytest -m "not slow and not vllm and not skyrl"
 
 test-slow: $(STAMP) $(TORCHVISION)
 	$(BIN)/pytest -m slow
@@ -37,6 +37,12 @@ $(TORCHVISION): | $(STAMP)
 test-vllm:
 	PYTHON=$(PYTHON) scripts/setup_vllm.sh
 	OMP_NUM_THREADS=1 .venvs/vllm/bin/pytest -m vllm
+
+# The real SkyRL and TRL, in an environment of their own. 75: the script could not reach the package registry.
+test-skyrl:
+	@PYTHON=$(PYTHON) scripts/setup_skyrl.sh; status=$$?; \
+	if [ $$status -eq 75 ]; then echo "test-skyrl: skipped, the package registry cannot be reached"; exit 0; fi; \
+	[ $$status -eq 0 ] && OMP_NUM_THREADS=1 .venvs/skyrl/bin/pytest -m skyrl
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -31,7 +31,10 @@ class Place:
 place = Place()
 
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe shipped with Clew (gpu, hyperpod, laptop), or a TOML file.")
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe shipped with Clew (gpu, hyperpod, laptop, visgym), or a TOML file."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -63,17 +66,24 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Start again; a run that is there is renamed, not deleted.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With runtime.kind=skyrl: print the options SkyRL would get, and stop.")
+    ] = False,
 ) -> None:
     """Train by reinforcement learning; goes on with an unfinished run."""
     from rich.console import Console
 
     from clew.recipe import load_recipe
-    from clew.runtime.launch import launch
+    from clew.runtime.launch import launch, show_options
     from clew.runtime.run_directory import default_run_dir
 
     loaded = load_recipe(recipe, overrides or ())
-    place.run_dir = run or default_run_dir(loaded)
-    launch(loaded, place.run_dir, fresh, Console())
+    run_dir = run or default_run_dir(loaded)
+    if dry_run:
+        show_options(loaded, run_dir, Console())
+        return
+    place.run_dir = run_dir
+    launch(loaded, run_dir, fresh, Console())
 
 
 @app.command("eval")

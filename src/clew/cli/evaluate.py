@@ -14,7 +14,7 @@ from clew.checkpoint import write_file_atomic
 from clew.errors import UserError
 from clew.recipe import Recipe, load_recipe
 from clew.report.progress import Progress
-from clew.runtime.adapters import exported_steps, find_adapter
+from clew.runtime.adapters import exported_steps, find_adapter, find_subject
 from clew.runtime.process import check_parts, check_supported, located, prepare_process
 from clew.runtime.run_directory import RECIPE
 
@@ -43,6 +43,7 @@ def run_eval(
         place = next(folder for folder in Path(os.path.abspath(json_file)).parents if folder.exists())
         if not place.is_dir() or not os.access(place, os.W_OK):
             raise UserError(f"--json {json_file} can't be written: {place} is a file or closed to you; name another")
+    model, adapter = find_subject(model, adapter)
     recipe, step = _recipe(overrides, run, model, suite), 0
     check_supported(recipe)
     if run is not None and policy == "model" and adapter is None:
@@ -62,7 +63,7 @@ def run_eval(
         lambda r: progress.evaluation(r.suite, r.mode, r.solved, r.total, r.ci95, step=step),
     )
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("suite")
+    table.add_column("suite", no_wrap=True)
     table.add_column("mode")
     for name in ("solved", "rate", "95 % interval", "path length: solved/total"):
         table.add_column(name, justify="right")

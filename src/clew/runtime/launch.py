@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from clew.checkpoint import CheckpointStore, RunLock, clean_staging
-from clew.errors import Interrupted
+from clew.errors import Interrupted, UserError
 from clew.recipe import Recipe
 from clew.runtime.interrupt import StopRequest
 from clew.runtime.process import check_parts, check_supported, located, prepare_process
@@ -38,7 +38,7 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
     """Starts, continues or shows a run, and returns its summary.
 
     An unfinished run goes on from its newest whole checkpoint; a finished one only prints its summary, or
-    goes on if ``training.steps`` is larger.
+    goes on if ``training.steps`` is larger. A SkyRL run has no summary; its steps and exports are returned.
 
     Args:
         fresh: start again; what was there is renamed, not deleted.
@@ -48,9 +48,14 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
         Interrupted: Ctrl-C; the state is saved.
         KeyboardInterrupt: a second Ctrl-C, or one while there was nothing to save.
     """
+    if recipe.runtime.kind == "skyrl":
+        from clew.runtime.skyrl.launch import launch_skyrl
+
+        return launch_skyrl(recipe, run_dir, fresh, console)
     check_supported(recipe)
     check_run_dir(run_dir)
     if not fresh:
+        _refuse_skyrls(run_dir)
         refuse_changed_recipe(recipe, run_dir)
         if (summary := finished_summary(recipe, run_dir)) is not None:
             _show_finished(summary, run_dir, console)
@@ -66,6 +71,32 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
         going_on = has_results(run_dir)
         adopt(recipe, run_dir)
         return _train(ready, run_dir, going_on, console)
+
+
+def show_options(recipe: Recipe, run_dir: Path, console: Console) -> None:
+    """Prints what SkyRL would be started with (``--dry-run``), and writes nothing.
+
+    Raises:
+        UserError: the recipe is for another runtime, or can't be translated.
+    """
+    if recipe.runtime.kind != "skyrl":
+        raise UserError(
+            f'--dry-run shows the options of a SkyRL run, and runtime.kind = "{recipe.runtime.kind}": add '
+            "runtime.kind=skyrl, or look at a Ray run with `clew cluster plan`"
+        )
+    from clew.runtime.skyrl.launch import dry_run
+
+    dry_run(recipe, run_dir, console)
+
+
+def _refuse_skyrls(run_dir: Path) -> None:
+    from clew.runtime.skyrl.exports import is_skyrl_run
+
+    if is_skyrl_run(run_dir):
+        raise UserError(
+            f"{run_dir} holds a run of SkyRL's, which another runtime can't continue: add runtime.kind=skyrl, choose "
+            "another --run, or start again with --fresh"
+        )
 
 
 def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> dict[str, Any]:

@@ -16,8 +16,6 @@ def check_supported(recipe: Recipe) -> None:
     Raises:
         UserError: names the key.
     """
-    if recipe.runtime.kind == "skyrl":
-        raise UserError('runtime.kind = "skyrl" is not in this version yet: use runtime.kind = "local" or "ray"')
     if recipe.runtime.kind == "ray" and find_spec("ray") is None:
         raise UserError('runtime.kind: "ray" needs Ray, which is not installed: pip install "clew[ray]"')
     if recipe.runtime.kind == "local" and recipe.rollout.engine != "transformers":
@@ -78,13 +76,11 @@ def check_parts(recipe: Recipe) -> None:
         UserError: names the key.
     """
     from clew.envs.registry import make_env
-    from clew.envs.suites import suite_settings
-    from clew.evaluation.suites import environment_settings
+    from clew.evaluation.suites import environment_settings, suite_world
     from clew.policy.paths import resolve_device
 
     if recipe.runtime.kind == "local":  # the machines of a cluster have devices of their own
         resolve_device(recipe)
-    settings = environment_settings(recipe.environment)
-    make_env(recipe.environment.id, **settings).close()
+    make_env(recipe.environment.id, **environment_settings(recipe)).close()
     for name in recipe.evaluation.suites:
-        suite_settings(name, settings)
+        suite_world(recipe, name)
