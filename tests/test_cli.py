@@ -356,6 +356,21 @@ def test_report_of_an_unfinished_run(clew: Command, finished_run: Path, tmp_path
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+def test_doctor_finds_visgym_where_a_recipe_names_it(clew: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLEW_VISGYM", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    standin = Path(__file__).parent / "standin_visgym"
+    assert "needed for environments visgym:... only" in clew("doctor").out
+    outcome = clew("doctor", "visgym")
+    assert outcome.code == 1 and "clone VisGym's repository" in " ".join(outcome.out.split())
+    outcome = clew("doctor", "visgym", f"runtime.visgym_path={standin}")
+    assert outcome.code == 0 and str(standin) in outcome.out
+    outcome = clew("doctor", "visgym", f"runtime.visgym_path={standin}", "environment.id=visgym:maze_3d/easy")
+    assert (outcome.code == 1) == ("pip install ursina==7.0.0" in outcome.out)
+    monkeypatch.setenv("CLEW_VISGYM", str(standin))
+    assert str(standin) in clew("doctor").out
+
+
 def test_doctor_names_what_is_missing(clew: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     from clew.cli import doctor
 

@@ -177,11 +177,17 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run director
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="A recipe whose environment is looked for too.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
     """Show versions, cores, memory and disk, and say what is missing."""
     from clew.cli.doctor import show
+    from clew.recipe import load_recipe
 
-    if not show():
+    if not show(load_recipe(recipe, overrides or ()) if recipe else None):
         raise typer.Exit(1)
 
 

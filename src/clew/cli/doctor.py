@@ -18,6 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from clew import __version__
+from clew.errors import UserError
+from clew.recipe import Recipe
 from clew.runtime.process import cores
 
 _PACKAGES = (
@@ -44,8 +46,8 @@ class Finding(NamedTuple):
     problem: str = ""
 
 
-def findings() -> Iterator[Finding]:
-    """Looks at everything there is to look at."""
+def findings(recipe: Recipe | None = None) -> Iterator[Finding]:
+    """Looks at everything there is to look at; with a recipe, at what that needs of VisGym."""
     yield Finding("clew", __version__)
     old = sys.version_info < (3, 11)
     yield Finding("python", platform.python_version(), "Python 3.11 or later is needed" if old else "")
@@ -60,7 +62,7 @@ def findings() -> Iterator[Finding]:
         else:  # vLLM for CPUs is another distribution of the same module
             names = metadata.packages_distributions()[module]
             yield Finding(module, ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names))))
-    yield _visgym()
+    yield _visgym(recipe)
     yield Finding("cores", f"{cores()} usable of {os.cpu_count()}")
     yield from _torch()
     memory = _memory_gb()
@@ -75,17 +77,20 @@ def findings() -> Iterator[Finding]:
     yield Finding("warm start", "shipped" if there else "missing", "" if there else "make it with clew sft laptop")
 
 
-def _visgym() -> Finding:
+def _visgym(recipe: Recipe | None) -> Finding:
+    from clew.envs.visgym import PREFIX
     from clew.envs.visgym.fork import HOW_TO_GET, VARIABLE, find_fork, missing_packages
-    from clew.errors import UserError
 
-    if not os.environ.get(VARIABLE):
+    path = recipe.runtime.visgym_path if recipe else None
+    env_id = recipe.environment.id if recipe else ""
+    task = env_id.removeprefix(PREFIX).partition("/")[0] if env_id.startswith(PREFIX) else "maze_2d"
+    if not path and not os.environ.get(VARIABLE) and not env_id.startswith(PREFIX):
         return Finding("VisGym", f"not here; needed for environments visgym:... only ({HOW_TO_GET})")
     try:
-        fork = find_fork()
+        fork = find_fork(path)
     except UserError as error:
         return Finding("VisGym", "not usable", str(error))
-    missing = missing_packages()
+    missing = missing_packages(task)
     return Finding("VisGym", str(fork), f"pip install {' '.join(missing)}" if missing else "")
 
 
@@ -107,11 +112,11 @@ def _memory_gb() -> float | None:
         return None
 
 
-def show() -> bool:
-    """Prints the findings; True if nothing is wrong."""
+def show(recipe: Recipe | None = None) -> bool:
+    """Prints the findings, with those of a recipe's needs if one is given; True if nothing is wrong."""
     table = Table(box=box.SIMPLE, show_header=False)
     wrong = 0
-    for finding in findings():
+    for finding in findings(recipe):
         wrong += bool(finding.problem)
         verdict = Text(finding.problem, style="bold red") if finding.problem else Text("ok", style="green")
         table.add_row(finding.name, Text(finding.found), verdict)
