@@ -26,9 +26,10 @@ from clew.envs import check_image_env
 from clew.envs.base import Task
 from clew.envs.suites import task_of
 from clew.envs.visgym import VisGymEnv, VisGymMaze, make_visgym
+from clew.envs.visgym import pool as pools
 from clew.envs.visgym.answers import find_action
 from clew.envs.visgym.fork import VARIABLE, find_fork
-from clew.envs.visgym.pool import ChildFault, ChildLost
+from clew.envs.visgym.pool import ChildGone, ChildLost
 from clew.errors import UserError
 from clew.evaluation.evaluate import reference
 from clew.evaluation.suites import RecipeSuites
@@ -118,9 +119,13 @@ def test_moves_walls_nonsense_and_stop(fork: str) -> None:
     assert env.cell == (start[0], start[1] + 1)
     with pytest.raises(RuntimeError, match="reset"):
         env.step("('move', 0)")
-    for spelling in ('("move",0)', "'move', 0", "('move', 0,)"):  # whatever VisGym itself takes for a move
+    for spelling in ('("move",0)', "'move', 0", "('move', 0,)"):
         env.reset(0)
         assert env.step(spelling)[-1]["feedback"] == "moved" and env.cell == (start[0], start[1] + 1)
+    # What VisGym itself would read as one of the two actions.
+    for answer in ("('move', 0) # or ('move', 1)", "('move', 0)" + " " * 190 + "('move', 1)"):
+        env.reset(0)
+        assert env.step(answer)[-1]["feedback"] == "unparsable" and env.cell == start
     assert env.reset(0)[0].text == "", "what it says after a reset belongs to the last episode"
     env.close()
 
@@ -160,7 +165,11 @@ def test_demonstrations_start_anywhere_near_the_target(fork: str) -> None:
         (r"('say', 'it\'s (here')", r"('say', 'it\'s (here')"),
         ("Let's see, that's left: ('move', 2). So ('move', 2)", "('move', 2)"),
         ("I could go ('move', 0), but <answer>('move', 1)</answer>", "('move', 1)"),
+        ("('move', 0) or, in other words, (\"move\",0)", "('move', 0)"),
+        ("'move', 0", "('move', 0)"),
+        ("<action>'move', 0</action>", "('move', 0)"),
         ("('move', 0) or ('move', 1)?", None),
+        ("('move', 0) # or ('move', 1)", None),
         ("<answer>('move', 0)</answer><answer>('move', 1)</answer>", None),
         ("<answer>right</answer>", None),
         ("('move', 0", None),
@@ -248,12 +257,22 @@ def test_feedback_can_not_speak_the_chat_templates_language() -> None:
     env.close()
 
 
-def test_an_exception_leaves_the_process_alive() -> None:
-    env = maze("maze_2d/raises")
+def test_an_answer_that_makes_visgym_raise_costs_the_agent_its_turn() -> None:
+    """It is what the agent wrote (a number without end), not infrastructure: no replay, no other reward."""
+    env = maze("maze_2d/raises", max_turns=2)
     env.reset(0)
-    with pytest.raises(ChildFault, match="ZeroDivisionError: as asked"):
-        env.step("('move', 0)")
-    assert env.reset(0)[1]["path_length"] == 12
+    observation, reward, terminated, truncated, info = env.step("('move', 0)")
+    assert "ZeroDivisionError: as asked" in observation.text
+    assert (reward, terminated, truncated, info["feedback"]) == (0.0, False, False, "refused")
+    assert env.step("('move', 0)")[3] and env.reset(0)[1]["path_length"] == 12
+    env.close()
+
+
+def test_huge_numbers_are_the_agents_own_failure(fork: str) -> None:
+    env = VisGymMaze("maze_2d/easy", path=fork, max_turns=5)
+    env.reset(0)
+    assert env.step(f"('move', {10**30})")[-1]["feedback"] == "refused"
+    assert env.step("('move', 0)")[-1]["feedback"] == "moved"
     env.close()
 
 
@@ -270,17 +289,56 @@ def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dead_process_is_replaced() -> None:
-    first = maze(children=1)
-    first.reset(0)
+    first, second = maze(children=1), maze(children=1)
+    for env in (first, second):
+        env.reset(0)
     child = first._child
-    assert child is not None
+    assert child is not None and second._child is child
     os.kill(child.process.pid, signal.SIGKILL)
-    with pytest.raises(ChildLost):
-        first.step("('move', 0)")
-    first.close()
-    second = maze(children=1)
-    assert second._child is not child and second.reset(1)[1]["path_length"] == 16
+    child.process.wait()
+    for env in (first, second):
+        with pytest.raises((ChildLost, ChildGone)):
+            env.step("('move', 0)")
+    # What only wants to know tasks (the stream of a run) goes on by itself.
+    assert first.reset(1)[1]["path_length"] == 16 and first._child is not child
     second.close()
+    third = maze(children=1)
+    assert third._child is first._child and third._child is not None and third._child.load == 2
+    first.close()
+    third.close()
+    assert third._pool.take().load == 1, "places are given back"
+
+
+def test_an_interrupted_request_leaves_no_reply_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = maze(children=1)
+    child = env._child
+    assert child is not None
+
+    def interrupted(until: float) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(child, "_receive", interrupted)
+        env.reset(0)
+    assert not child.alive
+    env.close()
+
+
+def test_environments_left_behind_at_the_deadline_are_closed() -> None:
+    """Calls that come back after their episode was given up: nobody waits for them, and their places are free again."""
+    task = Task("visgym:maze_2d/slow", 0, task_of(maze(), 0).content_hash)
+    vlm = tiny.tiny()
+    engine = tiny.ScriptedEngine(vlm, lambda trajectory: "('move', 0)")
+    make = functools.partial(maze, "maze_2d/slow", children=4)  # a pool of its own
+    attempts = [(task, sample) for sample in range(6)]
+    player, sampling = Player(vlm.template, vlm.patcher), Sampling(1.0, 64)
+    trajectories = play(engine, player, make, attempts, sampling, Limits(4000, deadline_s=4.0), ("t",))
+    assert {t.stop_reason for t in trajectories} == {StopReason.DEADLINE}
+    pool = pools.pool((*pools.CHILD, str(Path(STANDIN).resolve())), 4)
+    until = time.monotonic() + 60
+    while any(child.load for child in pool._children):
+        assert time.monotonic() < until, "environments are still held"
+        time.sleep(0.2)
 
 
 def test_children_end_with_their_parent(tmp_path: Path) -> None:
@@ -308,6 +366,7 @@ def played(task: str, seeds: list[int], answers: str) -> list[Any]:
     env.close()
 
     tasks = [(Task(f"visgym:{task}", seed, hashes[seed]), 0) for seed in seeds]
+    assert len({task.content_hash for task, _ in tasks}) == len(tasks)
     make = functools.partial(maze, task, max_turns=3)
     engine = tiny.ScriptedEngine(vlm, lambda trajectory: answers)
     return play(engine, Player(vlm.template, vlm.patcher), make, tasks, Sampling(1.0, 64), Limits(4000), ("t",))
@@ -322,6 +381,14 @@ def test_a_process_that_dies_costs_its_own_episodes_only() -> None:
         StopReason.TURN_CAP,
     ]
     assert [t.turns[0].action for t in trajectories if t.turns] == ["('move', 0)"] * 2
+
+
+def test_neighbours_of_a_deadly_task_are_played() -> None:
+    """It dies in the middle of an episode, with many others in the same process, each time that it is played."""
+    trajectories = played("maze_2d/step-dies-at-seed-one", list(range(16)), "('move', 0)")
+    reasons = [t.stop_reason for t in trajectories]
+    assert reasons == [StopReason.TURN_CAP, StopReason.ENV_CRASHED, *[StopReason.TURN_CAP] * 14]
+    assert all(len(t.turns) == 3 for t in trajectories if t.stop_reason == StopReason.TURN_CAP)
 
 
 # --- what is said when something is missing --------------------------------------------------------------

@@ -8,6 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 
+class EnvironmentGone(RuntimeError):
+    """An environment is gone through no fault of its episode, which is played again as if nothing had been."""
+
+
 @dataclass(frozen=True)
 class Observation:
     """What the agent is shown at one turn.

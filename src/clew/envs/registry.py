@@ -28,6 +28,11 @@ FAMILIES: dict[str, Callable[..., ImageEnv]] = {"visgym:": _visgym, "gym:": _gym
 """What makes an environment, by the beginning of its id, which it is given first."""
 
 
+def is_known(env_id: str) -> bool:
+    """Whether something here makes environments of this id or of its family."""
+    return env_id in ENVIRONMENTS or env_id.startswith(tuple(FAMILIES))
+
+
 def make_env(env_id: str, **settings: Any) -> ImageEnv:
     """Makes the environment ``env_id`` with its settings.
 
@@ -35,7 +40,7 @@ def make_env(env_id: str, **settings: Any) -> ImageEnv:
         UserError: the id is unknown, or a setting is out of range.
     """
     prefix = next((prefix for prefix in FAMILIES if env_id.startswith(prefix)), None)
-    if env_id not in ENVIRONMENTS and prefix is None:
+    if not is_known(env_id):
         known = (*ENVIRONMENTS, *(f"{prefix}..." for prefix in FAMILIES))
         raise UserError(f"environment.id: {env_id!r} is unknown; there are {', '.join(known)}")
     try:

@@ -6,6 +6,7 @@ imitation, the odd ones to reinforcement learning, and whatever is in an evaluat
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -144,22 +145,26 @@ def training_tasks(env: ImageEnv, held_out: frozenset[str], seed: int, position:
     Held-out content and content that belongs to imitation is skipped; small mazes collide, so skipping goes
     by content.
 
+    Args:
+        env: says what a seed's task is; closed with the stream.
+
     Raises:
         UserError: (nearly) nothing is left to train on.
     """
     skipped = 0
-    for offset in count(position):
-        seed_of_task = seed * _SEEDS_PER_RUN + offset
-        task = task_of(env, seed_of_task)
-        if task.content_hash not in held_out and not belongs_to_imitation(task.content_hash):
-            skipped = 0
-            yield offset + 1, task
-        elif (skipped := skipped + 1) == _skips(env):
-            key, remedy = ("size", "make it larger, or") if env.env_id == ENV_ID else ("id", "make")
-            raise UserError(
-                f"environment.{key}: {skipped:,} tasks in a row are held out or belong to imitation, so none "
-                f"is left to train on; {remedy} evaluation.size smaller"
-            )
+    with contextlib.closing(env):
+        for offset in count(position):
+            seed_of_task = seed * _SEEDS_PER_RUN + offset
+            task = task_of(env, seed_of_task)
+            if task.content_hash not in held_out and not belongs_to_imitation(task.content_hash):
+                skipped = 0
+                yield offset + 1, task
+            elif (skipped := skipped + 1) == _skips(env):
+                key, remedy = ("size", "make it larger, or") if env.env_id == ENV_ID else ("id", "make")
+                raise UserError(
+                    f"environment.{key}: {skipped:,} tasks in a row are held out or belong to imitation, so none "
+                    f"is left to train on; {remedy} evaluation.size smaller"
+                )
 
 
 def take_distinct(tasks: Iterator[tuple[int, Task]], n: int) -> list[tuple[int, Task]]:

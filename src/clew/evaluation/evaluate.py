@@ -6,6 +6,7 @@ import base64
 import io
 import itertools
 import json
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from PIL import Image
 
 from clew.agent.ledger import StopReason, Trajectory
 from clew.checkpoint.durable import write_file_atomic
-from clew.envs.base import ImageEnv, Suite
+from clew.envs.base import ImageEnv, Suite, Task
 from clew.envs.navigators import REFERENCES, missing_reference
 from clew.envs.registry import make_env
 from clew.envs.suites import file_stem
@@ -26,6 +27,8 @@ from clew.evaluation.wilson import wilson_interval
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits
 from clew.rollout.rollouts import Rollouts
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -161,15 +164,22 @@ def reference(suite: Suite, policy: str, seed: int) -> Result:
 
 
 def _walks(env: ImageEnv, suite: Suite, policy: str, seed: int) -> list[dict[str, Any]]:
-    navigate = REFERENCES[policy]()
-    episodes = []
-    for task, walk in itertools.product(suite.tasks, range(1 if policy == "oracle" else WALKS)):
-        rng = random.Random(f"{seed}/{policy}/{task.content_hash}/{walk}")
+    return [
+        _walk(env, task, policy, f"{seed}/{policy}/{task.content_hash}/{walk}")
+        for task, walk in itertools.product(suite.tasks, range(1 if policy == "oracle" else WALKS))
+    ]
+
+
+def _walk(env: ImageEnv, task: Task, policy: str, seed: str, *, again: bool = True) -> dict[str, Any]:
+    """One episode of a reference; an environment that raises is tried once more, then counted as crashed."""
+    navigate, rng = REFERENCES[policy](), random.Random(seed)
+    actions: list[str] = []
+    reward, success, length = 0.0, False, None
+    try:
         _, info = env.reset(task.seed)
         if info["content_hash"] != task.content_hash:
-            raise ValueError(f"{task} made content {info['content_hash']}: its settings are not those of its list")
-        actions: list[str] = []
-        reward, success = 0.0, False
+            raise UserError(f"{task} made content {info['content_hash']}: its settings are not those of its list")
+        length = info["path_length"]
         terminated = truncated = False
         while not (terminated or truncated):
             answer = navigate(env, rng)
@@ -178,19 +188,23 @@ def _walks(env: ImageEnv, suite: Suite, policy: str, seed: int) -> list[dict[str
             reward += gained
             success = step_info["success"]
         reason = StopReason.SUCCESS if success else StopReason.WRONG_END if terminated else StopReason.TURN_CAP
-        episodes.append(
-            {
-                "seed": task.seed,
-                "content_hash": task.content_hash,
-                "path_length": info["path_length"],
-                "success": success,
-                "reward": reward,
-                "stop_reason": str(reason),
-                "turns": len(actions),
-                "actions": actions,
-            }
-        )
-    return episodes
+    except UserError:
+        raise
+    except Exception:  # an environment may raise anything; the walk, not the run, is what it costs
+        log.warning("%s seed %d raised in a walk of %s", task.env_id, task.seed, policy, exc_info=True)
+        if again:
+            return _walk(env, task, policy, seed, again=False)
+        reason, success = StopReason.ENV_CRASHED, False
+    return {
+        "seed": task.seed,
+        "content_hash": task.content_hash,
+        "path_length": length,
+        "success": success,
+        "reward": reward,
+        "stop_reason": str(reason),
+        "turns": len(actions),
+        "actions": actions,
+    }
 
 
 # --- the sight test --------------------------------------------------------------------------------------
@@ -209,10 +223,12 @@ class SwappedFrames:
         hashes = [task.content_hash for task in suite.tasks]
         self._other = dict(zip(hashes, [*suite.tasks[1:], suite.tasks[0]], strict=True))
         self._shadows: dict[int, _Shadow] = {}
+        self._open: list[ImageEnv] = []
 
     def __call__(self, frame: np.ndarray, trajectory: Trajectory) -> np.ndarray:
         if not trajectory.turns:
             env = make_env(self._suite.env_id, **self._suite.env_kwargs)
+            self._open.append(env)
             observation, _ = env.reset(self._other[trajectory.task.content_hash].seed)
             shadow = self._shadows[id(trajectory)] = _Shadow(env, observation.image)
         else:
@@ -221,10 +237,10 @@ class SwappedFrames:
         return shadow.frame
 
     def close(self) -> None:
-        """Closes the walkers' environments."""
-        for shadow in self._shadows.values():
-            shadow.env.close()
+        """Closes the walkers' environments; whoever plays calls it, in its own process, when a batch is over."""
         self._shadows.clear()
+        while self._open:
+            self._open.pop().close()
 
 
 @dataclass
@@ -236,9 +252,15 @@ class _Shadow:
     over: bool = False
 
     def follow(self, answer: str) -> None:
-        if not self.over:
+        if self.over:
+            return
+        try:
             observation, _, terminated, truncated, _ = self.env.step(answer)
-            self.frame, self.over = observation.image, terminated or truncated
+        except Exception:  # whatever it is, it is not the fault of the episode that is played
+            log.warning("%s, whose frames are shown in place of another task's, raised", self.env.env_id, exc_info=True)
+            self.over = True
+            return
+        self.frame, self.over = observation.image, terminated or truncated
 
 
 # --- files -----------------------------------------------------------------------------------------------

@@ -57,19 +57,19 @@ class Evaluator:
 
     def sight(self, step: int) -> dict[str, Result]:
         """The held-out set with blanked frames and with the frames of another maze."""
-        blank = self._play(self.main, "blank", step, see=blank_frames)
-        with contextlib.closing(SwappedFrames(self.suites.suite(self.main))) as see:
-            return {"blank": blank, "swapped": self._play(self.main, "swapped", step, see=see)}
+        return {
+            "blank": self._play(self.main, "blank", step, see=blank_frames),
+            "swapped": self._play(self.main, "swapped", step, see=SwappedFrames(self.suites.suite(self.main))),
+        }
 
     def references(self) -> list[Result]:
         """Policies without a model on every suite of the recipe, those that its environment allows."""
         results = []
         for name in self.recipe.evaluation.suites:
             suite = self.suites.suite(name)
-            env = make_env(suite.env_id, **suite.env_kwargs)
-            env.reset(suite.tasks[0].seed)
-            possible = [policy for policy in REFERENCES if missing_reference(env, policy) is None]
-            env.close()
+            with contextlib.closing(make_env(suite.env_id, **suite.env_kwargs)) as env:
+                env.reset(suite.tasks[0].seed)
+                possible = [policy for policy in REFERENCES if missing_reference(env, policy) is None]
             for policy in possible:
                 results.append(reference(suite, policy, self.recipe.training.seed))
                 self._keep(results[-1], replays=False)

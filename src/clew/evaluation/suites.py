@@ -7,6 +7,7 @@ from typing import Any
 
 from clew.envs.base import Suite
 from clew.envs.maze_env import ENV_ID
+from clew.envs.registry import is_known
 from clew.envs.suites import content_hashes, is_env_id, make_suite, suite_names, suite_settings
 from clew.errors import UserError
 from clew.recipe import Recipe
@@ -14,10 +15,10 @@ from clew.recipe import Recipe
 
 def environment_settings(recipe: Recipe, env_id: str | None = None) -> dict[str, Any]:
     """Keyword arguments of the environment of a recipe, or of another one played under it."""
-    table, runtime = recipe.environment, recipe.runtime
+    table = recipe.environment
     env_id = env_id or table.id
     if env_id.startswith("visgym:"):
-        return {"max_turns": table.max_turns, "path": runtime.visgym_path, "children": runtime.env_processes}
+        return {"max_turns": table.max_turns}
     if env_id.startswith("gym:"):
         return {"max_turns": table.max_turns, **table.gymnasium.model_dump()}
     return {
@@ -38,7 +39,7 @@ def suite_world(recipe: Recipe, name: str) -> tuple[str, dict[str, Any]]:
         UserError: there is no such suite.
     """
     env_id = recipe.environment.id
-    if is_env_id(name):
+    if is_env_id(name) and is_known(name):
         return name, environment_settings(recipe, name)
     if name not in suite_names(env_id):
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import numpy as np
 
 from clew.agent.ledger import StopReason, Trajectory, Turn
 from clew.agent.template import ChatTemplate
-from clew.envs.base import ImageEnv, Observation, Task
+from clew.envs.base import EnvironmentGone, ImageEnv, Observation, Task
 from clew.errors import UserError
 from clew.policy.vision import FramePatcher
 from clew.rollout.engine import Completion, Engine, Sampling, derive_seed
@@ -63,7 +64,24 @@ class _Episode:
         self.replayed = self.answered = False
         self.env: ImageEnv | None = None
         self.trajectory = Trajectory(attempt.task, attempt.sample)
-        calls.start(self, self._open)
+        self._lock = threading.Lock()
+        self._in_env = self._left = False  # guarded by the lock
+        self._start(self._open)
+
+    def _start(self, call: Callable[[], Any]) -> None:
+        self._in_env = True
+        self.calls.start(self, partial(self._run, call))
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """On another thread. An episode that was left behind meanwhile is closed here: nobody else will."""
+        try:
+            return call()
+        finally:
+            with self._lock:
+                self._in_env = False
+                left = self._left
+            if left:
+                self._close_env()
 
     def _open(self) -> tuple[Observation, dict[str, Any]]:
         self.env = self.make_env()
@@ -125,7 +143,7 @@ class _Episode:
             self.stop(StopReason.TURN_TOKENS)
             return
         self.answered = True
-        self.calls.start(self, partial(self.env.step, turn.answer))
+        self._start(partial(self.env.step, turn.answer))
 
     def absorb(self, outcome: Any, error: Exception | None) -> None:
         """Takes in what came of the environment's turn."""
@@ -162,12 +180,13 @@ class _Episode:
         task = self.attempt.task
         log.warning("%s seed %d raised in %s", task.env_id, task.seed, during, exc_info=error)
         self.close()
-        if self.replayed:
+        innocent = isinstance(error, EnvironmentGone)
+        if self.replayed and not innocent:
             self.stop(StopReason.ENV_CRASHED)
         else:
-            self.replayed, self.answered = True, False
+            self.replayed, self.answered = self.replayed or not innocent, False
             self.trajectory = Trajectory(task, self.attempt.sample)
-            self.calls.start(self, self._open)
+            self._start(self._open)
 
     def stop(self, reason: StopReason) -> None:
         """Ends the episode."""
@@ -175,13 +194,18 @@ class _Episode:
 
     def close(self) -> None:
         """Closes the environment, if one is open; one that fails at that harms no other episode."""
-        if self.waiting:
+        with self._lock:
+            self._left = self._in_env
+        if self._left:
             log.warning(
                 "%s seed %d has not come back from its environment; it is left behind",
                 self.attempt.task.env_id,
                 self.attempt.task.seed,
             )
-            return
+        else:
+            self._close_env()
+
+    def _close_env(self) -> None:
         env, self.env = self.env, None
         if env is not None:
             try:
@@ -208,7 +232,7 @@ def play(
     which others are played beside it (up to the last bits of batched arithmetic).
 
     Args:
-        see: replaces a frame before the agent sees it (for the sight test).
+        see: replaces a frame before the agent sees it (for the sight test); closed at the end if it can be.
     """
     feed = Feed((Attempt(i, task, sample) for i, (task, sample) in enumerate(attempts)), closed=True)
     rounds = play_feed(engine, player, make_env, feed, sampling, limits, seed_parts, see)
@@ -278,3 +302,5 @@ def play_feed(
             engine.abandon(episode.trajectory)
             episode.close()
         calls.close()
+        if (close := getattr(see, "close", None)) is not None:
+            close()

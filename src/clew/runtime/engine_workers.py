@@ -21,6 +21,7 @@ from clew.rollout.episodes import FrameFilter, Limits, MakeEnv, Player, play_fee
 from clew.rollout.feed import Attempt, Feed
 from clew.rollout.transformers_engine import TransformersEngine
 from clew.runtime.devices import Whereabouts, whereabouts
+from clew.runtime.process import configure_environments
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class EngineWorker:
 
     def __init__(self, recipe: Recipe, device: str, threads: int, colocated: bool) -> None:
         self.recipe, self.device, self.threads, self.colocated = recipe, device, threads, colocated
+        configure_environments(recipe)
         self._feeds: dict[int, Feed] = {}
         self._lock = threading.Lock()
 

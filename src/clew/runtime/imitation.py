@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -63,8 +64,7 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
     check_parts(recipe)
     work = work_folder(out)
     check_run_dir(work, "--out: its work folder")  # which is deleted at the end
-    env = _demonstrated(recipe)
-    with RunLock(work):
+    with contextlib.closing(_demonstrated(recipe)) as env, RunLock(work):
         clean_staging(work)
         refuse_changed_recipe(recipe, work, f"choose another --out, or remove {work}")
         write_file_atomic(work / RECIPE, recipe.to_toml())
@@ -72,7 +72,6 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
             write_directory(work / "init", lambda folder: new_model(folder, recipe.sft, env), {})
         vlm = load_model(work / "init", device=resolve_device(recipe))
         _train(recipe, vlm, env, work, console)
-        env.close()
         facts = _measure(recipe, vlm, work, console, command)
         write_directory(out, lambda folder: _write_model(vlm, work / "init", folder, facts), {})
     shutil.rmtree(work)
@@ -97,10 +96,14 @@ def _demonstrated(recipe: Recipe) -> ImageEnv:
         env = make_env(recipe.environment.id, **settings)
     except UserError as error:
         raise UserError(f"sft.episode_turns = {recipe.sft.episode_turns}: {error}; raise it") from error
-    env.reset(0)
-    for reference in ("oracle", "random"):
-        if (reason := missing_reference(env, reference)) is not None:
-            raise UserError(f"environment.id: nothing can demonstrate {env.env_id} ({reason})")
+    try:
+        env.reset(0)
+        for reference in ("oracle", "random"):
+            if (reason := missing_reference(env, reference)) is not None:
+                raise UserError(f"environment.id: nothing can demonstrate {env.env_id} ({reason})")
+    except BaseException:
+        env.close()
+        raise
     return env
 
 

@@ -20,6 +20,7 @@ from clew.errors import RunFailed, UserError
 from clew.policy.adapter import StoredAdapter, write_adapter
 from clew.recipe import Recipe
 from clew.runtime.devices import Whereabouts, whereabouts
+from clew.runtime.process import configure_environments
 from clew.runtime.ray_errors import cause_of, describe
 from clew.training.learner import Learner
 from clew.training.ranks import Ranks
@@ -34,6 +35,7 @@ class PolicyWorker:
 
     def __init__(self, recipe: Recipe, rank: int, ranks: int, device: str, backend: str, threads: int) -> None:
         torch.set_num_threads(threads)
+        configure_environments(recipe)
         self.recipe, self.ranks, self.device, self.backend = recipe, Ranks(rank, ranks), device, backend
         self._stores: dict[Path, CheckpointStore] = {}  # a store knows what it has hashed already
 

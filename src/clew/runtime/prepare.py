@@ -117,7 +117,9 @@ def _write_task_lists(recipe: Recipe, root: Path) -> str:
     """Writes the tasks of a recipe below ``root`` and returns a line about them."""
     from clew.envs.registry import make_env
     from clew.evaluation.suites import environment_settings
+    from clew.runtime.process import configure_environments
 
+    configure_environments(recipe)
     try:
         make_env(recipe.environment.id, **environment_settings(recipe)).close()
     except UserError as error:

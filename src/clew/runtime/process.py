@@ -58,11 +58,19 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def configure_environments(recipe: Recipe) -> None:
+    """Says to this process where environments of other projects lie; each process that plays needs it."""
+    from clew.envs.visgym import configure
+
+    configure(recipe.runtime.visgym_path, recipe.runtime.env_processes)
+
+
 def prepare_process(recipe: Recipe) -> None:
-    """Sets the threads of torch, and quiets what libraries say about themselves."""
+    """Sets the threads of torch, says where environments lie, and quiets what libraries say about themselves."""
     import torch
     from transformers.utils import logging as transformers_logging
 
+    configure_environments(recipe)
     torch.set_num_threads(recipe.runtime.threads or cores())
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")  # of PEFT's calls into it
@@ -83,4 +91,6 @@ def check_parts(recipe: Recipe) -> None:
         resolve_device(recipe)
     make_env(recipe.environment.id, **environment_settings(recipe)).close()
     for name in recipe.evaluation.suites:
-        suite_world(recipe, name)
+        env_id, settings = suite_world(recipe, name)
+        if env_id != recipe.environment.id:
+            make_env(env_id, **settings).close()

@@ -10,7 +10,10 @@ import numpy as np
 from clew.envs.base import ImageEnv, Observation
 from clew.envs.navigators import Navigator, Walk, fallible, oracle
 from clew.envs.suites import belongs_to_imitation
+from clew.errors import UserError
 from clew.policy.model import VisionLanguageModel
+
+_TRIES = 1000  # in a row, for one demonstration: then there is none to be had
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,30 @@ class Demonstrator:
         Whole demonstrations of perfect play never see a dead end; random places do. Where nobody walks, perfect play
         from the start is all there is to show.
         """
-        while True:
+        for _ in range(_TRIES):
             observation, info = self.env.reset(rng.getrandbits(40))
             if isinstance(self.env, Walk):
                 observation, info = self.env.start_within(farthest, rng)
             if self._allowed(info["content_hash"]):
                 return self._record(observation, oracle, rng, turns)[0]
+        raise UserError(
+            f"environment.id: {_TRIES:,} tasks of {self.env.env_id} in a row are held out or left to reinforcement "
+            "learning, so none is left to imitate; make evaluation.size smaller, or take a larger environment"
+        )
 
     def episode(self, rng: random.Random, random_moves: float) -> Demonstration:
         """A whole successful episode of a navigator that errs in ``random_moves`` of its turns."""
         navigate = fallible(random_moves)
-        while True:
+        for _ in range(_TRIES):
             observation, info = self.env.reset(rng.getrandbits(40))
             if self._allowed(info["content_hash"]):
                 demonstration, success = self._record(observation, navigate, rng, self.env.max_turns)
                 if success:
                     return demonstration
+        raise UserError(
+            f"sft.random_moves = {random_moves}: no demonstration of {self.env.env_id} in {_TRIES:,} succeeded within "
+            f"sft.episode_turns = {self.env.max_turns}; lower random_moves, raise episode_turns, or look at what wins"
+        )
 
     def _allowed(self, content_hash: str) -> bool:
         return belongs_to_imitation(content_hash) and content_hash not in self.held_out

@@ -112,9 +112,8 @@ class Learner:
 
     def export(self, folder: Path, card: dict[str, Any]) -> None:
         """Writes the current adapter, ready to serve, with a card (see ``export_adapter``)."""
-        env = make_env(self.recipe.environment.id, **environment_settings(self.recipe))
-        effect = adapter_effect(self.vlm, self.policy, env)
-        env.close()
+        with contextlib.closing(make_env(self.recipe.environment.id, **environment_settings(self.recipe))) as env:
+            effect = adapter_effect(self.vlm, self.policy, env)
         adapter = self.publish(card["step"])
         if self.ranks.rank == 0:
             export_adapter(adapter, folder, card, effect)

@@ -26,6 +26,23 @@ class _DiesAtSeedOne(RecordedMaze):
         return super().reset(seed, init_state)
 
 
+class _StepDiesAtSeedOne(RecordedMaze):
+    def reset(self, seed=None, init_state=None):
+        self.deadly = seed == 1
+        return super().reset(seed, init_state)
+
+    def step(self, action):
+        if self.deadly:
+            os._exit(9)
+        return super().step(action)
+
+
+class _Slow(RecordedMaze):
+    def step(self, action):
+        time.sleep(2.5)
+        return super().step(action)
+
+
 class _Raises(RecordedMaze):
     def step(self, action):
         raise ZeroDivisionError("as asked")
@@ -55,6 +72,8 @@ _MAKERS = {
     "maze_2d/hard": RecordedMaze,
     "maze_2d/dies": _Dies,
     "maze_2d/dies-at-seed-one": _DiesAtSeedOne,
+    "maze_2d/step-dies-at-seed-one": _StepDiesAtSeedOne,
+    "maze_2d/slow": _Slow,
     "maze_2d/raises": _Raises,
     "maze_2d/hangs": _Hangs,
     "maze_2d/chats": _Chats,

@@ -16,13 +16,17 @@ def find_action(answer: str) -> str | None:
     """The one action that an answer names: ``('move', 0)``, bare or within ``<answer>`` or ``<action>``.
 
     Brackets may nest and strings may hold brackets: ``('place', (1, (2, 3)))``, ``('say', ":-)")``. Where there are
-    tags, what stands outside them does not count.
+    tags, what stands outside them does not count. The outer brackets may be missing where nothing else is written.
 
     Returns:
         The text of the tuple, or None where the answer names none or several different ones.
     """
-    found = {action for text in _tagged(answer) or [answer] for action in _tuples(text)}
-    return found.pop() if len(found) == 1 else None
+    found: dict[str, str] = {}  # by value: one action may be written in several ways
+    for text in _tagged(answer) or [answer]:
+        bare = text.strip()
+        for action in _tuples(f"({bare})" if bare[:1] in ("'", '"') else text):
+            found.setdefault(repr(ast.literal_eval(action)), action)
+    return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _tagged(answer: str) -> list[str]:

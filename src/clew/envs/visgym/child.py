@@ -110,4 +110,7 @@ def _send(answers: BinaryIO, reply: dict[str, Any], frame: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except (BrokenPipeError, KeyboardInterrupt):  # the parent is gone, or wants no more
+        os._exit(0)  # without a word, that of a flush at the end included

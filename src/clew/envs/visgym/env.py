@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -11,8 +12,10 @@ from clew.envs.base import Observation, plain_text
 from clew.envs.visgym.answers import find_action
 from clew.envs.visgym.fork import child_command
 from clew.envs.visgym.grid import Cell, Grid
-from clew.envs.visgym.pool import Child, ChildFault, Pool, pool
+from clew.envs.visgym.pool import Child, ChildFault, ChildGone, ChildLost, Pool, pool
 from clew.errors import UserError
+
+log = logging.getLogger(__name__)
 
 PREFIX = "visgym:"
 _LONGEST_FEEDBACK = 400  # characters: VisGym repeats what it could not read
@@ -37,8 +40,8 @@ class VisGymEnv:
     Args:
         task: VisGym's id without the prefix, e.g. ``maze_2d/easy``.
         max_turns: turns after which the episode is truncated.
-        path: folder of the fork; None: what ``CLEW_VISGYM`` names.
-        children: processes that all environments of this process share.
+        path: folder of the fork; None: as configured (see ``configure``), or what ``CLEW_VISGYM`` names.
+        children: processes that all such environments of this process share; None: as configured.
         command: what starts a child, for one that speaks the same protocol in place of the fork.
 
     Raises:
@@ -51,29 +54,40 @@ class VisGymEnv:
         task: str,
         max_turns: int = 15,
         path: str | None = None,
-        children: int = 2,
+        children: int | None = None,
         command: tuple[str, ...] | None = None,
     ) -> None:
         self.env_id = PREFIX + task
         self.task, self.max_turns = task, max_turns
         self._pool: Pool = pool(command or child_command(path, task.partition("/")[0]), children)
-        self._number = next(self._pool.numbers)
-        self._child: Child | None = self._pool.take()
-        try:
-            self.functions = tuple(self._ask("make", id=task)["functions"])
-            self.prompt: str = plain_text(self._ask("reset", seed=0)["prompt"])
-        except ChildFault as error:
-            self.close()
-            raise UserError(f"environment.id: VisGym can't make {task!r} ({error})") from error
-        except BaseException:
-            self.close()
-            raise
+        self._child: Child | None = None
+        self._open()
         self.action_names: tuple[str, ...] = self.functions
         self.turn, self.over = 0, True
         self._plan: list[str] | None = None
 
+    def _open(self) -> None:
+        """Makes the environment in a living child."""
+        self._child, self._number = self._pool.take(), next(self._pool.numbers)
+        try:
+            self.functions = tuple(self._ask("make", id=self.task)["functions"])
+            self.prompt: str = plain_text(self._ask("reset", seed=0)["prompt"])
+        except ChildFault as error:
+            self.close()
+            raise UserError(f"environment.id: VisGym can't make {self.task!r} ({error})") from error
+        except BaseException:
+            self.close()
+            raise
+
     def reset(self, seed: int) -> tuple[Observation, dict[str, Any]]:
-        """Starts the task of ``seed``."""
+        """Starts the task of ``seed``, in another process if the environment's own has died."""
+        if self._child is not None:  # not closed
+            try:
+                return self._begin(self._ask("reset", seed=seed))
+            except (ChildLost, ChildGone):
+                log.warning("%s: its process is replaced", self.env_id, exc_info=True)
+                self.close()
+                self._open()
         return self._begin(self._ask("reset", seed=seed))
 
     def _begin(self, reply: dict[str, Any]) -> tuple[Observation, dict[str, Any]]:
@@ -94,8 +108,14 @@ class VisGymEnv:
             raise RuntimeError("no episode is going on: call reset(seed) first")
         self.turn += 1
         understood = find_action(action)
-        # Where there is no action VisGym says so itself; a long text that it would repeat in full is cut.
-        reply = self._ask("step", action=understood or action[:_LONGEST_ANSWER])
+        # Where there is no action VisGym says so itself. It reads no text that begins with a question mark, so nothing
+        # is played by accident; a long text, which it would repeat in full, is cut.
+        try:
+            reply = self._ask("step", action=understood or f"? {action[:_LONGEST_ANSWER]}")
+        except ChildFault as error:
+            # Numbers without end and the like: the agent wrote them, and its turn is used up.
+            log.warning("%s raised at the answer %.200r: %s", self.env_id, action, error)
+            reply = {"reward": 0.0, "terminated": False, "truncated": False, "feedback": f"Not possible: {error}"}
         self._plan = self._plan[1:] if self._plan and understood == self._plan[0] else None
         reward, terminated = reply["reward"], reply["terminated"]
         success = terminated and reward >= 1.0
@@ -116,7 +136,10 @@ class VisGymEnv:
     def oracle_action(self) -> str:
         """The next action of VisGym's own solution from here."""
         if not self._plan:
-            self._plan = self._ask("solve")["actions"]
+            try:
+                self._plan = self._ask("solve")["actions"]
+            except ChildFault as error:
+                raise NotImplementedError(f"VisGym has no solution of {self.task} from here ({error})") from error
         return self._plan[0]
 
     def close(self) -> None:
@@ -125,8 +148,9 @@ class VisGymEnv:
             return
         child, self._child = self._child, None
         try:
-            if child.alive:
-                child.ask({"do": "close", "env": self._number})
+            child.ask({"do": "close", "env": self._number})
+        except ChildGone:
+            pass  # nothing is left to close
         finally:
             self._pool.leave(child)
 
@@ -160,7 +184,7 @@ class VisGymMaze(VisGymEnv):
         return observation, {**info, "path_length": self.grid.distance[self.cell]}
 
     def _note(self, reply: dict[str, Any]) -> None:
-        self.cell = tuple(reply["agent"])
+        self.cell = tuple(reply.get("agent", self.cell))
 
     # --- what navigators need (see ``Walk``) ---
 

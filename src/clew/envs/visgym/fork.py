@@ -28,12 +28,17 @@ TASKS: dict[str, dict[str, str]] = {
 }
 
 
+configured: str | None = None
+"""Folder of the fork in this process; set by ``configure``. None: what ``CLEW_VISGYM`` names."""
+
+
 def find_fork(path: str | None = None) -> Path:
-    """The folder of the fork: ``path``, or what ``CLEW_VISGYM`` names.
+    """The folder of the fork: ``path``, what was configured, or what ``CLEW_VISGYM`` names.
 
     Raises:
         UserError: none is named, or what is named is not the fork.
     """
+    path = path or configured
     named = path or os.environ.get(VARIABLE)
     source = "runtime.visgym_path" if path else VARIABLE
     if not named:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from clew.envs.base import EnvironmentGone
 from clew.errors import UserError
 
 START_TIMEOUT_S = 120.0
@@ -27,7 +28,11 @@ CHILD = (sys.executable, str(Path(__file__).with_name("child.py")))
 
 
 class ChildLost(RuntimeError):
-    """The process that an environment lived in died, or did not answer in time and was killed."""
+    """The process that an environment lived in died at its request, or did not answer it in time and was killed."""
+
+
+class ChildGone(EnvironmentGone):
+    """The process that an environment lived in died at the request of another one."""
 
 
 class ChildFault(RuntimeError):
@@ -72,15 +77,20 @@ class Child:
         Raises:
             ChildFault: the environment raised.
             ChildLost: the process died, or did not answer in ``reply_timeout_s``.
+            ChildGone: it was dead already.
         """
         with self.lock:
             try:
                 self._to.write(json.dumps(request).encode() + b"\n")
-                reply, frame = self._receive(time.monotonic() + self.reply_timeout_s)
-            except (OSError, ValueError) as error:  # a broken or closed pipe, or what is no JSON
+            except (OSError, ValueError) as error:  # a broken or a closed pipe
                 self.kill()
-                raise ChildLost(f"VisGym's process {self.process.pid} is gone ({error})") from error
-            except ChildLost:
+                raise ChildGone(f"VisGym's process {self.process.pid} is gone") from error
+            try:
+                reply, frame = self._receive(time.monotonic() + self.reply_timeout_s)
+            except (OSError, ValueError) as error:  # a pipe that broke, or what is no JSON
+                self.kill()
+                raise ChildLost(f"VisGym's process {self.process.pid} can't be understood ({error})") from error
+            except BaseException:  # Ctrl-C too: a reply that is not read would be taken for the next request's
                 self.kill()
                 raise
         if "error" in reply:
@@ -169,13 +179,15 @@ class Pool:
             self._children.clear()
 
 
+processes = 2
+"""How many processes the environments of this one are spread over; set by ``configure``."""
 _pools: dict[tuple[tuple[str, ...], int], Pool] = {}
 _pools_lock = threading.Lock()
 
 
-def pool(command: Sequence[str], children: int) -> Pool:
+def pool(command: Sequence[str], children: int | None = None) -> Pool:
     """The pool of this process for a command, made once and ended with the process."""
-    key = (tuple(command), children)
+    key = (tuple(command), children or processes)
     with _pools_lock:
         if key not in _pools:
             _pools[key] = Pool(*key)
