@@ -356,6 +356,19 @@ def test_report_of_an_unfinished_run(clew: Command, finished_run: Path, tmp_path
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.parametrize(
+    ("suite", "fragment"),
+    [("nope:maze", "evaluation.suites: 'nope:maze' is unknown"), ("visgym:nope/easy", "can't make 'nope/easy'")],
+)
+def test_a_suite_that_can_not_be_made_is_found_before_the_run_begins(
+    clew: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, suite: str, fragment: str
+) -> None:
+    monkeypatch.setenv("CLEW_VISGYM", str(Path(__file__).parent / "standin_visgym"))
+    outcome = clew("train", "laptop", f'evaluation.suites=["heldout", "{suite}"]', "--run", tmp_path / "run")
+    assert outcome.code == 2 and fragment in outcome.err and len(outcome.err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
 def test_doctor_finds_visgym_where_a_recipe_names_it(clew: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CLEW_VISGYM", raising=False)
     monkeypatch.setenv("COLUMNS", "200")

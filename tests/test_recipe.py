@@ -29,6 +29,10 @@ text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 count = st.integers(1, 2**63 - 1)
 number = st.floats(1e-37, 1e38, allow_nan=False)  # what single precision holds
 fraction = st.floats(0, 1)
+keywords = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+)
 names = st.lists(text, min_size=1, unique=True, max_size=3).map(tuple)
 
 
@@ -49,6 +53,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         "max_path": min_path + extra,
         "max_turns": min_path + extra + spare,
         **draw(some(braid=fraction, palette=text)),
+        "gymnasium": draw(some(kwargs=st.dictionaries(text, keywords, max_size=3), prompt=text, actions=names)),
     }
     minibatches = draw(st.integers(1, 8))
     max_tokens = draw(st.integers(2, 2**40))
@@ -94,6 +99,9 @@ OPTIONAL = [
     "runtime.address=auto",
     "model.subfolder=a",
     "model.revision=main",
+    "environment.gymnasium.actions=['a', 'b']",
+    "environment.gymnasium.prompt=Play.",
+    "runtime.visgym_path=/mnt/v",
 ]
 
 

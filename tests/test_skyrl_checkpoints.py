@@ -18,7 +18,7 @@ from clew.policy.adapter import attach_lora, read_adapter, tensors_hash
 from clew.recipe import load_recipe
 from clew.runtime.adapters import copy_adapter, exported_steps, find_adapter, find_subject
 from clew.runtime.skyrl.checkpoints import ASIDE, LATEST, checkpoints, prepare_resume
-from clew.runtime.skyrl.exports import exported, find_export
+from clew.runtime.skyrl.exports import exported, find_export, solve_rates
 
 RANKS = 2
 
@@ -80,7 +80,7 @@ def test_a_partial_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: 
     assert part in note and "global_step_40" in note
     aside = tmp_path / f"{ASIDE}global_step_40-1"
     assert aside.is_dir() and aside.name in note
-    assert [c.step for c in checkpoints(tmp_path)] == [20], "SkyRL must not count it when it deletes old ones"
+    assert [c.step for c in checkpoints(tmp_path, RANKS)] == [20], "SkyRL must not count it when it deletes old ones"
 
 
 @pytest.mark.parametrize("name", ["data.pt", "trainer_state.pt"])
@@ -120,6 +120,47 @@ def test_damage_to_the_last_one_is_an_error_that_names_it(tmp_path: Path) -> Non
     assert (tmp_path / "global_step_20").is_dir() and named(tmp_path) == "20"
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_last_one_that_is_gone_is_no_start_from_the_beginning(tmp_path: Path, partial: bool) -> None:
+    """What is left may be an older one that was never whole; SkyRL would train from step 0."""
+    if partial:
+        (save(tmp_path, 20) / "data.pt").unlink()
+    (tmp_path / LATEST).write_text("40")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=r"global_step_40: .*it is gone.*--fresh"):
+        prepare_resume(tmp_path, RANKS)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_has_exported_is_not_at_its_beginning(tmp_path: Path) -> None:
+    folder, exports = tmp_path / "checkpoints", tmp_path / "exports"
+    (exports / "dumped_evals" / "global_step_0_evals").mkdir(parents=True)
+    assert prepare_resume(folder, RANKS, exports).step == 0, "an evaluation before training is no training"
+    (exports / "global_step_20" / "policy").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no whole checkpoint.*exports.global_step_20\).*--fresh"):
+        prepare_resume(folder, RANKS, exports)
+    save(folder, 20)
+    assert prepare_resume(folder, RANKS, exports).step == 20
+
+
+def test_a_latest_file_that_cannot_be_read_is_one_clear_line(tmp_path: Path) -> None:
+    save(tmp_path, 20, latest=False)
+    (tmp_path / LATEST).mkdir()
+    with pytest.raises(UserError, match=rf"^\S*{LATEST} can't be read \(Is a directory\): move it away.*$"):
+        prepare_resume(tmp_path, RANKS)
+    (tmp_path / LATEST).rmdir()
+    assert prepare_resume(tmp_path, RANKS).step == 20
+
+
+def test_shards_of_another_number_of_workers_do_not_hide_those_of_this_one(tmp_path: Path) -> None:
+    """SkyRL reads the files that its own number of workers names."""
+    place = save(tmp_path, 20)
+    shutil.copytree(save(tmp_path / "other", 20, ranks=4) / "policy", place / "policy", dirs_exist_ok=True)
+    assert [prepare_resume(tmp_path, ranks).step for ranks in (2, 4)] == [20, 20]
+    with pytest.raises(UserError, match="by 4 policy workers"):
+        prepare_resume(tmp_path, 3)
+
+
 def test_another_number_of_workers_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 20, ranks=4)
     with pytest.raises(UserError, match=r"by 4 policy workers.*over 2 \(runtime\.nodes"):
@@ -155,8 +196,12 @@ def export_adapter(run: Path, step: int, solved: int | None = None) -> Path:
         evals.mkdir(parents=True)
         figures = {
             "eval/all/pass_at_1": 1.0,  # any reward counts there
-            "eval/all/environment/solved": solved,
-            "eval/all/environment/episodes": 8,
+            "eval/all/environment/solved": 8 + solved,  # all of another suite's
+            "eval/all/environment/episodes": 16,
+            "eval/all/environment/heldout/solved": solved,
+            "eval/all/environment/heldout/episodes": 8,
+            "eval/all/environment/visgym-maze_2d-easy/solved": 8,
+            "eval/all/environment/visgym-maze_2d-easy/episodes": 8,
         }
         (evals / "aggregated_results.jsonl").write_text(json.dumps(figures) + "\n")
     return folder
@@ -188,6 +233,12 @@ def test_the_best_is_the_first_that_solved_most(run: Path) -> None:
     assert find_adapter(run, "60")[0] == 60
     with pytest.raises(UserError, match=r"--step 50: .*20, 40, 60"):
         find_adapter(run, "50")
+
+
+def test_solve_rates_are_those_of_the_suite_that_is_asked_for(run: Path) -> None:
+    assert solve_rates(run, "heldout") == {20: 3 / 8, 40: 6 / 8, 60: 6 / 8}
+    assert solve_rates(run, "visgym:maze_2d/easy") == {20: 1.0, 40: 1.0, 60: 1.0}
+    assert solve_rates(run, "larger") == {}
 
 
 def test_an_evaluation_that_was_cut_short_is_left_out(run: Path, tmp_path: Path) -> None:

@@ -303,6 +303,24 @@ def test_suites_are_counted_apart(recipe: Recipe) -> None:
     assert "larger/solve_rate_mean" not in found
 
 
+def test_batches_of_one_suite_add_up(recipe: Recipe, vlm: VisionLanguageModel) -> None:
+    """SkyRL puts batches together by the names of their metrics, so that each has to name its suites."""
+    from skyrl.train.generators.utils import concatenate_generator_outputs
+
+    rows = heldout_rows(recipe)
+    named = [row for row in rows if row["suite"] == "heldout"][:3]
+    other = [{**row, "suite": "visgym:maze_2d/easy"} for row in rows if row["suite"] == "colours"][:3]
+    outputs = [generate(client(vlm, part), 1) for part in (named, [*other, named[0]])]
+    episodes = [m for output in outputs for m in output["env_metrics"]]
+    whole = concatenate_generator_outputs([{k: v for k, v in o.items() if k != "uids"} for o in outputs])
+    metrics = whole["rollout_metrics"]
+    for suite, count in (("heldout", 4), ("visgym-maze_2d-easy", 3)):
+        assert metrics[f"environment/{suite}/episodes"] == count
+        solved = sum(m["success"] for m in episodes if m["suite"] == suite)
+        assert metrics[f"environment/{suite}/solved"] == solved
+    assert metrics["environment/episodes"] == 7
+
+
 def test_bad_input_is_refused(vlm: VisionLanguageModel, rows: list[dict[str, Any]]) -> None:
     with pytest.raises(UserError, match=r"generator\.max_turns: 14 is below the 15 turns"):
         generate(client(vlm, rows[:1]), 1, max_turns=14)

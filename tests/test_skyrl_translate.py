@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from pydantic import BaseModel
+from rich.console import Console
 from transformers import get_scheduler
 
+from clew.envs.base import Task
+from clew.envs.visgym import fork, pool
 from clew.errors import UserError
+from clew.evaluation.suites import environment_settings
 from clew.policy.adapter import attach_lora
 from clew.recipe import Recipe, load_recipe
 from clew.rollout.vllm_options import LORA_RANKS as VLLM_RANKS
+from clew.runtime.skyrl import launch
 from clew.runtime.skyrl.fields import COUNTERPARTS, LORA_RANKS, OURS, WITHOUT_COUNTERPART
+from clew.runtime.skyrl.tasks import _row, heldout_rows
 from clew.runtime.skyrl.translate import Value, shell_words, translate
 from clew.training.learner import tis_cap
 from clew.training.update import Updater
@@ -67,7 +75,6 @@ OTHER_VALUES: dict[str, str] = {
     "model.lora.alpha": "16",
     "model.lora.dropout": "0.1",
     "model.lora.target": '["q_proj"]',
-    "model.lora.vision": "true",
     "environment.max_turns": "20",
     "rollout.temperature": "0.9",
     "rollout.max_new_tokens": "512",
@@ -210,6 +217,57 @@ def test_what_skyrl_would_change_is_refused(overrides: list[str], names: str) ->
     assert names in str(error.value) and "\n" not in str(error.value)
 
 
+def test_an_unknown_suite_is_named(clew: Any) -> None:
+    """And not taken for one that is too long."""
+    with pytest.raises(UserError, match=r"^evaluation\.suites: 'nope:maze' is unknown"):
+        options('evaluation.suites=["heldout", "nope:maze"]')
+    outcome = clew("train", "hyperpod", "runtime.kind=skyrl", 'evaluation.suites=["nope:maze"]', "--dry-run")
+    assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
+    assert "'nope:maze' is unknown" in outcome.err and "tokens" not in outcome.err
+
+
+def test_an_evaluation_is_one_batch_of_all_its_rows() -> None:
+    """Suites differ in size; the rows are counted where they are made."""
+    changes = ("environment.id=maze:grid", "evaluation.size=3", "evaluation.confirm_size=5")
+    for suites in (["heldout"], ["unseen"], ["heldout", "unseen", "colours"]):
+        recipe = hyperpod(*changes, f"evaluation.suites={json.dumps(suites)}")
+        rows = heldout_rows(recipe)
+        assert translate(recipe, RUN, "m").overrides["trainer.eval_batch_size"] == len(rows)
+        assert [row["data_source"] for row in rows] == [row["suite"] for row in rows]
+
+
+def test_rows_hold_what_a_task_is_and_nothing_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """VisGym's settings; its folder and processes are the machine's. Names of metrics hold no slashes."""
+    for name in ("runtime.visgym_path=/opt/v", "runtime.env_processes=7"):
+        recipe = hyperpod("environment.id=visgym:maze_2d/easy", name)
+        task = Task("visgym:maze_2d/easy", 3, "abc")
+        row = _row(task, "visgym:maze_2d/easy", "Go.", environment_settings(recipe))
+        assert json.loads(row["settings"]) == {"max_turns": 15}
+        assert row["data_source"] == "visgym-maze_2d-easy" and row["suite"] == "visgym:maze_2d/easy"
+
+
+def test_figures_are_named_as_skyrl_writes_them() -> None:
+    (line,) = (x for x in translate(hyperpod(), RUN, "m").reported if x.startswith("evaluation.suites"))
+    assert "eval/all/environment/heldout/solved" in line and "pass_at_1 counts rewards" in line
+    recipe = hyperpod('evaluation.suites=["visgym:maze_2d/easy", "heldout"]')
+    (line,) = (x for x in translate(recipe, RUN, "m").reported if x.startswith("evaluation.suites"))
+    assert "eval/all/environment/visgym-maze_2d-easy/solved" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["training.schedule=cosine"], True),  # two minibatches
+        (["training.schedule=linear", "training.minibatches=1", "training.epochs=2"], True),
+        (["training.schedule=linear", "training.minibatches=1"], False),
+        ([], False),
+    ],
+)
+def test_a_schedule_by_updates_is_reported(overrides: list[str], said: bool) -> None:
+    lines = translate(hyperpod(*overrides), RUN, "m").reported
+    assert any(line.startswith("training.schedule") and "every update" in line for line in lines) == said
+
+
 def test_all_that_is_refused_is_named_at_once() -> None:
     with pytest.raises(UserError) as error:
         translate(load_recipe("laptop", ["runtime.kind=skyrl"]), RUN, "m")
@@ -340,6 +398,62 @@ def test_without_gpus_a_real_run_is_one_clear_line(clew: Any, tmp_path: Path, mo
     assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
     assert "needs 6 CUDA devices, and there are 0" in outcome.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What would be started: the step that each start goes on from. Of this machine nothing is asked."""
+    steps: list[int] = []
+    for name in ("_check_devices", "check_parts", "validate"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "located", lambda recipe: recipe)
+    monkeypatch.setattr(launch, "_loadable", lambda recipe: "m")
+    monkeypatch.setattr(launch, "_train", lambda *given: steps.append(given[4]))
+    return steps
+
+
+def one_step_done(run: Path, step: int) -> None:
+    policy = run / "checkpoints" / f"global_step_{step}" / "policy"
+    policy.mkdir(parents=True)
+    for kind in ("model", "optim", "extra_state"):
+        torch.save({}, policy / f"{kind}_world_size_1_rank_0.pt")
+    for name in ("data.pt", "trainer_state.pt"):
+        torch.save({}, policy.parent / name)
+
+
+def test_more_steps_do_not_go_on(tmp_path: Path, started: list[int]) -> None:
+    """They are other rows, which SkyRL would shuffle anew under the position in the old ones."""
+    run, console = tmp_path / "run", Console(file=StringIO())
+    one = ("runtime.nodes=1", "runtime.workers_per_node=1", "runtime.engines=1", "runtime.shared_dir=/")
+
+    def start(steps: int) -> None:
+        launch.launch_skyrl(hyperpod(*one, f"training.steps={steps}"), run, False, console)
+
+    start(20)
+    start(30)  # nothing was trained: the rows are written anew
+    one_step_done(run, 10)
+    start(30)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"^training\.steps: 30 -> 40: .*--run, or start again with --fresh$"):
+            start(40)
+    assert started == [0, 0, 10]
+    one_step_done(run, 30)
+    start(30)
+    assert started == [0, 0, 10]
+    said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert "this run is finished" in said and "training.steps" not in said
+
+
+def test_skyrls_processes_are_told_where_visgym_is(
+    tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLEW_VISGYM", "/another")  # set: what launch does to it is undone
+    monkeypatch.setattr(fork, "configured", None)
+    monkeypatch.setattr(pool, "processes", 2)
+    monkeypatch.chdir(tmp_path)
+    recipe = hyperpod("runtime.shared_dir=/", "runtime.visgym_path=v", "runtime.env_processes=5")
+    launch.launch_skyrl(recipe, tmp_path / "run", False, Console(file=StringIO()))
+    assert os.environ["CLEW_VISGYM"] == str(tmp_path / "v") and (fork.configured, pool.processes) == ("v", 5)
 
 
 def test_runs_of_two_runtimes_do_not_mix(clew: Any, tmp_path: Path) -> None:

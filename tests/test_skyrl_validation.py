@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from clew.envs.visgym import pool
 from clew.errors import UserError
 from clew.recipe import load_recipe
 from clew.runtime.skyrl import entrypoint, validate
@@ -184,9 +185,37 @@ def test_the_ray_task_knows_clews_environment(monkeypatch: pytest.MonkeyPatch) -
             seen.append((self.config, self.config["env"] in skyrl_gym.registry))
 
     monkeypatch.setattr(main_base, "BasePPOExp", Experiment)
+    monkeypatch.setattr(pool, "processes", 2)
     config = {"env": options()["environment.env_class"]}
     entrypoint.train_task._function(config)
-    assert seen == [(config, True)]
+    assert seen == [(config, True)] and pool.processes == 2
+    entrypoint.train_task._function(config, 7)
+    assert pool.processes == 7
+
+
+def test_the_task_that_plays_is_told_where_visgym_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster that was started without it; what SkyRL hands on stays."""
+    import ray
+    from skyrl.train.utils import utils
+
+    @ray.remote(num_cpus=1)
+    def play(told: str, env_processes: int | None) -> None:
+        Path(told).write_text(f"{os.environ.get('CLEW_VISGYM')} {os.environ.get('OF_SKYRL')} {env_processes}")
+
+    def initialize(config: Any) -> None:
+        with monkeypatch.context() as bare:
+            bare.delenv("CLEW_VISGYM", raising=False)
+            ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"OF_SKYRL": "1"}})
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(utils, "initialize_ray", initialize)
+    monkeypatch.setattr(entrypoint, "train_task", play)
+    monkeypatch.setenv("CLEW_VISGYM", "/opt/visgym")
+    try:
+        entrypoint.run(str(tmp_path / "told"), 7)
+    finally:
+        ray.shutdown()
+    assert (tmp_path / "told").read_text() == "/opt/visgym 1 7"
 
 
 def test_the_entrypoint_refuses_nonsense_before_it_starts_anything() -> None:

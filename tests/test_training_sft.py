@@ -17,6 +17,7 @@ from clew.envs.base import Task
 from clew.envs.maze import Maze
 from clew.envs.maze_env import MazeEnv, parse_action
 from clew.envs.suites import belongs_to_imitation
+from clew.errors import UserError
 from clew.policy.model import load_model
 from clew.recipe import SftTable
 from clew.training import sft
@@ -232,3 +233,18 @@ def test_learning_rate() -> None:
     top = [i for i, s in enumerate(scales) if s == 1.0]
     assert top == list(range(top[0], top[-1] + 1)) and top[0] == 19
     assert scales[top[-1] :] == sorted(scales[top[-1] :], reverse=True)
+
+
+def test_a_hopeless_demonstrator_says_so() -> None:
+    """No navigator that errs always, within a cap of the path itself, ever wins; and somebody has to say it."""
+
+    class Never(Watched):
+        def step(self, action: str):  # type: ignore[no-untyped-def]
+            observation, reward, terminated, truncated, info = super().step(action)
+            return observation, reward, terminated, truncated, {**info, "success": False}
+
+    with pytest.raises(UserError, match=r"sft\.random_moves = 0\.5: no demonstration .* succeeded"):
+        Demonstrator(tiny.shared_tiny(), Never(), frozenset()).episode(random.Random(0), 0.5)
+    everything = type("Everything", (frozenset,), {"__contains__": lambda self, item: True})()
+    with pytest.raises(UserError, match=r"none is left to imitate"):
+        Demonstrator(tiny.shared_tiny(), Watched(), everything).window(random.Random(0), 2, 4)
