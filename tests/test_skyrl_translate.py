@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from pydantic import BaseModel
-from rich.console import Console
 from transformers import get_scheduler
 
 from clew.envs.base import Task
-from clew.envs.visgym import fork, pool
+from clew.envs.maze_env import ENV_ID
 from clew.errors import UserError
 from clew.evaluation.suites import environment_settings
 from clew.policy.adapter import attach_lora
 from clew.recipe import Recipe, load_recipe
 from clew.rollout.vllm_options import LORA_RANKS as VLLM_RANKS
-from clew.runtime.skyrl import launch
 from clew.runtime.skyrl.fields import COUNTERPARTS, LORA_RANKS, OURS, WITHOUT_COUNTERPART
 from clew.runtime.skyrl.tasks import _row, heldout_rows
 from clew.runtime.skyrl.translate import Value, shell_words, translate
@@ -228,7 +224,7 @@ def test_an_unknown_suite_is_named(clew: Any) -> None:
 
 def test_an_evaluation_is_one_batch_of_all_its_rows() -> None:
     """Suites differ in size; the rows are counted where they are made."""
-    changes = ("environment.id=maze:grid", "evaluation.size=3", "evaluation.confirm_size=5")
+    changes = (f"environment.id={ENV_ID}", "evaluation.size=3", "evaluation.confirm_size=5")
     for suites in (["heldout"], ["unseen"], ["heldout", "unseen", "colours"]):
         recipe = hyperpod(*changes, f"evaluation.suites={json.dumps(suites)}")
         rows = heldout_rows(recipe)
@@ -236,7 +232,7 @@ def test_an_evaluation_is_one_batch_of_all_its_rows() -> None:
         assert [row["data_source"] for row in rows] == [row["suite"] for row in rows]
 
 
-def test_rows_hold_what_a_task_is_and_nothing_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hold_what_a_task_is_and_nothing_of_a_machine() -> None:
     """VisGym's settings; its folder and processes are the machine's. Names of metrics hold no slashes."""
     for name in ("runtime.visgym_path=/opt/v", "runtime.env_processes=7"):
         recipe = hyperpod("environment.id=visgym:maze_2d/easy", name)
@@ -368,105 +364,6 @@ def test_what_a_shell_hands_on_is_read_as_the_value(value: Value) -> None:
     (word,) = shlex.split(line)
     key, _, text = word.partition("=")
     assert key == "trainer.key" and yaml.safe_load(text) == value and type(yaml.safe_load(text)) is type(value)
-
-
-def test_dry_run_prints_every_option_and_what_has_none(clew: Any, tmp_path: Path) -> None:
-    outcome = clew("train", "hyperpod", "runtime.kind=skyrl", "--dry-run")
-    assert outcome.code == 0, outcome.err
-    lines = outcome.out.splitlines()
-    words = [shlex.split(line)[0] for line in lines if not line.startswith("#")]
-    assert words == sorted(words)
-    given = dict(word.split("=", 1) for word in words)
-    assert given.keys() == options().keys()
-    assert given["trainer.ckpt_path"] == f"{RUN}/checkpoints"
-    assert given["trainer.policy.model.path"].endswith("/mixed_qwen3vl")
-    comments = "\n".join(line for line in lines if line.startswith("#"))
-    assert "clew prepare hyperpod" in comments and "rollout.deadline_s" in comments
-    assert "# valid" in comments or "# not validated: SkyRL is not installed here" in comments
-    assert not list(tmp_path.iterdir()), "a dry run writes nothing"
-
-
-def test_dry_run_is_for_skyrl(clew: Any) -> None:
-    outcome = clew("train", "laptop", "--dry-run")
-    assert outcome.code == 2 and "runtime.kind=skyrl" in outcome.err and len(outcome.err.splitlines()) == 1
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_gpus_a_real_run_is_one_clear_line(clew: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    outcome = clew("train", "hyperpod", "runtime.kind=skyrl", "--run", tmp_path / "run")
-    assert outcome.code == 2 and len(outcome.err.splitlines()) == 1
-    assert "needs 6 CUDA devices, and there are 0" in outcome.err
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What would be started: the step that each start goes on from. Of this machine nothing is asked."""
-    steps: list[int] = []
-    for name in ("_check_devices", "check_parts", "validate"):
-        monkeypatch.setattr(launch, name, lambda *_: None)
-    monkeypatch.setattr(launch, "located", lambda recipe: recipe)
-    monkeypatch.setattr(launch, "_loadable", lambda recipe: "m")
-    monkeypatch.setattr(launch, "_train", lambda *given: steps.append(given[4]))
-    return steps
-
-
-def one_step_done(run: Path, step: int) -> None:
-    policy = run / "checkpoints" / f"global_step_{step}" / "policy"
-    policy.mkdir(parents=True)
-    for kind in ("model", "optim", "extra_state"):
-        torch.save({}, policy / f"{kind}_world_size_1_rank_0.pt")
-    for name in ("data.pt", "trainer_state.pt"):
-        torch.save({}, policy.parent / name)
-
-
-def test_more_steps_do_not_go_on(tmp_path: Path, started: list[int]) -> None:
-    """They are other rows, which SkyRL would shuffle anew under the position in the old ones."""
-    run, console = tmp_path / "run", Console(file=StringIO())
-    one = ("runtime.nodes=1", "runtime.workers_per_node=1", "runtime.engines=1", "runtime.shared_dir=/")
-
-    def start(steps: int) -> None:
-        launch.launch_skyrl(hyperpod(*one, f"training.steps={steps}"), run, False, console)
-
-    start(20)
-    start(30)  # nothing was trained: the rows are written anew
-    one_step_done(run, 10)
-    start(30)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"^training\.steps: 30 -> 40: .*--run, or start again with --fresh$"):
-            start(40)
-    assert started == [0, 0, 10]
-    one_step_done(run, 30)
-    start(30)
-    assert started == [0, 0, 10]
-    said = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
-    assert "this run is finished" in said and "training.steps" not in said
-
-
-def test_skyrls_processes_are_told_where_visgym_is(
-    tmp_path: Path, started: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CLEW_VISGYM", "/another")  # set: what launch does to it is undone
-    monkeypatch.setattr(fork, "configured", None)
-    monkeypatch.setattr(pool, "processes", 2)
-    monkeypatch.chdir(tmp_path)
-    recipe = hyperpod("runtime.shared_dir=/", "runtime.visgym_path=v", "runtime.env_processes=5")
-    launch.launch_skyrl(recipe, tmp_path / "run", False, Console(file=StringIO()))
-    assert os.environ["CLEW_VISGYM"] == str(tmp_path / "v") and (fork.configured, pool.processes) == ("v", 5)
-
-
-def test_runs_of_two_runtimes_do_not_mix(clew: Any, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "exports").mkdir(parents=True)
-    (run / "recipe.toml").write_text(load_recipe("laptop").to_toml())
-    outcome = clew("train", "laptop", "--run", run)
-    assert outcome.code == 2 and "SkyRL" in outcome.err
-    (run / "exports").rmdir()
-    (run / "adapters").mkdir()
-    (run / "recipe.toml").write_text(hyperpod().to_toml())
-    outcome = clew("train", "hyperpod", "runtime.kind=skyrl", "--run", run)
-    assert outcome.code == 2 and "another runtime" in outcome.err
 
 
 def test_reported_values_are_json() -> None:

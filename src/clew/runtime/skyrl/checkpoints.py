@@ -5,7 +5,8 @@
     CHECKPOINTS/global_step_N/{data.pt,trainer_state.pt}        data position; written after the policy
 
 SkyRL writes them in place and checks little: it goes on without an optimizer state or a data position that is missing,
-raises on an empty ``latest`` file, and counts partial folders when it deletes old ones.
+raises on an empty ``latest`` file, and counts partial folders when it deletes old ones. Shards are looked at for being
+there and for their ends; damage inside of one, behind which its end still fits, is not found here.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Resume:
     notes: tuple[str, ...]
 
 
-def prepare_resume(folder: Path, ranks: int) -> Resume:
+def prepare_resume(folder: Path, ranks: int, exports: Path | None = None) -> Resume:
     """Makes a checkpoint folder one that SkyRL goes on from rightly; nothing is deleted.
 
     Partial checkpoints are renamed (``ASIDE``), and ``latest`` names the newest whole one.
@@ -69,19 +70,27 @@ def prepare_resume(folder: Path, ranks: int) -> Resume:
     Args:
         folder: SkyRL's ``ckpt_path``; need not exist.
         ranks: policy workers of the run that goes on.
+        exports: SkyRL's ``export_path``: what is in it was trained, so that the run can't be at its beginning.
 
     Raises:
-        UserError: the newest whole checkpoint is of another number of ranks, or what was whole once is damaged and
-            no other is left.
+        UserError: the newest whole checkpoint is of another number of ranks; or steps were trained, and no checkpoint
+            of them is whole; or the ``latest`` file can't be read.
     """
-    found = list(checkpoints(folder))
+    found = list(checkpoints(folder, ranks))
     whole = [c for c in found if not c.problems]
     newest = max(whole, key=lambda c: c.step or 0, default=None)
     named = _named(folder)
-    if newest is None and (damaged := next((c for c in found if named is not None and c.step == named), None)):
+    if newest is None and named:
+        place = folder / f"{PREFIX}{named}"
+        problem = next((c.problems[0] for c in found if c.folder == place), "it is gone")
         raise UserError(
-            f"{damaged.folder}: SkyRL finished this checkpoint, and now {damaged.problems[0]}; restore it from a copy, "
-            "or start again with --fresh"
+            f"{place}: SkyRL finished this checkpoint, and now {problem}; restore it from a copy, or start again with "
+            "--fresh"
+        )
+    if newest is None and exports is not None and (trained := sorted(exports.glob(f"{PREFIX}*"))):
+        raise UserError(
+            f"{folder} holds no whole checkpoint, and there are exports of steps that were trained ({trained[0]}): "
+            "restore a checkpoint from a copy, or start again with --fresh"
         )
     if newest is not None and newest.ranks != ranks:
         raise UserError(
@@ -102,26 +111,30 @@ def prepare_resume(folder: Path, ranks: int) -> Resume:
     return Resume(step, tuple(notes))
 
 
-def checkpoints(folder: Path) -> Iterator[Checkpoint]:
-    """Every checkpoint in SkyRL's ``ckpt_path``, whole or not, by step."""
+def checkpoints(folder: Path, ranks: int) -> Iterator[Checkpoint]:
+    """Every checkpoint in SkyRL's ``ckpt_path``, whole or not, by step.
+
+    Args:
+        ranks: the world size to prefer where the shards of several are there.
+    """
     entries = [e for e in folder.iterdir() if e.is_dir() and e.name.startswith(PREFIX)] if folder.is_dir() else []
-    looked_at = (_look_at(entry) for entry in entries)
+    looked_at = (_look_at(entry, ranks) for entry in entries)
     yield from sorted(looked_at, key=lambda c: (-1 if c.step is None else c.step, c.folder.name))
 
 
-def _look_at(folder: Path) -> Checkpoint:
+def _look_at(folder: Path, wanted: int) -> Checkpoint:
     number = folder.name.removeprefix(PREFIX)
     if not re.fullmatch(r"0|[1-9]\d{0,17}", number, re.ASCII):
         return Checkpoint(folder, None, None, ("its name holds no step, which SkyRL can't read",))
-    ranks, problems = _look_at_shards(folder / "policy")
+    ranks, problems = _look_at_shards(folder / "policy", wanted)
     for name in _SMALL:
         if problem := _archive_problem(folder / name, every_byte=True):
             problems.append(f"{name} {problem}")
     return Checkpoint(folder, int(number), ranks, tuple(problems))
 
 
-def _look_at_shards(policy: Path) -> tuple[int | None, list[str]]:
-    """The world size whose shards are all there, and what is wrong with those that are."""
+def _look_at_shards(policy: Path, wanted: int) -> tuple[int | None, list[str]]:
+    """The world size whose shards are all there (``wanted`` before others), and what is wrong with those that are."""
     shards: dict[int, set[tuple[str, int]]] = defaultdict(set)
     for entry in policy.iterdir() if policy.is_dir() else ():
         if match := _SHARD.fullmatch(entry.name):
@@ -131,7 +144,7 @@ def _look_at_shards(policy: Path) -> tuple[int | None, list[str]]:
     missing = {
         size: {(kind, rank) for kind in _KINDS for rank in range(size)} - there for size, there in shards.items()
     }
-    size = min(missing, key=lambda size: (len(missing[size]), -size))
+    size = min(missing, key=lambda size: (len(missing[size]), size != wanted, -size))
     if missing[size]:
         kind, rank = min(missing[size])
         return None, [f"policy/{_shard(kind, size, rank)} is missing"]
@@ -170,6 +183,10 @@ def _named(folder: Path) -> int | None:
         text = (folder / LATEST).read_text(encoding="utf-8").strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
+    except OSError as error:
+        raise UserError(
+            f"{folder / LATEST} can't be read ({error.strerror}): move it away, and the newest whole checkpoint is used"
+        ) from error
     return int(text) if re.fullmatch(r"\d{1,18}", text, re.ASCII) else None
 
 

@@ -7,32 +7,40 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
 import ray
 
+from clew.envs.visgym.fork import VARIABLE as VISGYM
 from clew.errors import UserError
 from clew.runtime.skyrl.validate import INSTALL, installed, prepare_import, validate
 
 
 @ray.remote(num_cpus=1)
-def train_task(config: Any) -> None:
+def train_task(config: Any, env_processes: int | None = None) -> None:
     """The driver of the training, on a machine of the cluster: Ray keeps it off a head without CPUs."""
     prepare_import()
     from skyrl.train.entrypoints.main_base import BasePPOExp
 
+    from clew.envs.visgym import configure
     from clew.runtime.skyrl.env import register_env
 
     register_env()  # SkyRL plays in this process
+    if env_processes is not None:
+        configure(None, env_processes)
     BasePPOExp(config).run()
 
 
-def run(config: Any) -> None:
+def run(config: Any, env_processes: int | None = None) -> None:
     """Connects to the cluster of RAY_ADDRESS, or starts Ray here, and trains.
+
+    ``CLEW_VISGYM``, where it is set here, is set in the task that plays too.
 
     Args:
         config: what ``validate`` gave.
+        env_processes: children that VisGym's environments are spread over; None: as many as by default.
 
     Raises:
         ray.exceptions.RayError: the training failed, or a machine of it.
@@ -41,7 +49,9 @@ def run(config: Any) -> None:
     from skyrl.train.utils.utils import initialize_ray
 
     initialize_ray(config)
-    ray.get(train_task.remote(config))
+    # A machine of a cluster has its own variables, and SkyRL hands on only those it knows. Ray adds these to them.
+    variables = {VISGYM: os.environ[VISGYM]} if VISGYM in os.environ else {}
+    ray.get(train_task.options(runtime_env={"env_vars": variables}).remote(config, env_processes))
 
 
 def main() -> int:

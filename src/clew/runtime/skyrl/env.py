@@ -15,6 +15,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 from clew.envs.base import ImageEnv
 from clew.envs.registry import make_env
+from clew.envs.suites import file_stem
 from clew.errors import UserError
 from clew.runtime.skyrl.tasks import ENV_CLASS
 
@@ -108,22 +109,23 @@ class ClewSkyRLEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, Any]:
         """What ``aggregate_metrics`` needs of this episode."""
-        return {"suite": self.extras["suite"], "success": self.success, "env_crashed": self.crashed}
+        return {"suite": file_stem(self.extras["suite"]), "success": self.success, "env_crashed": self.crashed}
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
-        """Success, apart from any reward; with several suites, each of them too (``SUITE/solved``, ...).
+        """Success, apart from any reward, over all episodes and for each suite (``SUITE/solved``, ...).
 
         solved, episodes:  the episodes that reached the goal within the cap, and all that no crash has ended
         solve_rate_mean:   their quotient (left out when there were none)
         env_crashed:       episodes that a crash of their environment has ended
 
-        SkyRL puts the batches of an evaluation together by name: it takes the mean of what is called ``mean`` and the
-        sum of all else, so a plain ``solve_rate`` of two batches could exceed 1. The counts are exact.
+        SkyRL puts the batches of an evaluation together by name: the mean of what has ``mean`` or ``avg`` in it, the
+        least and the greatest of what has ``min`` or ``max``, and the sum of all else. So a plain ``solve_rate`` of two
+        batches could exceed 1, and the counts are exact, however the batches are cut: each suite has its own in every
+        batch it is in. Only those of a suite with such a word in its name need an evaluation in one batch.
         """
-        suites = sorted({episode["suite"] for episode in metrics})
         found = _counts(metrics)
-        for suite in suites if len(suites) > 1 else []:
+        for suite in sorted({episode["suite"] for episode in metrics}):
             counts = _counts([episode for episode in metrics if episode["suite"] == suite])
             found |= {f"{suite}/{name}": value for name, value in counts.items()}
         return found

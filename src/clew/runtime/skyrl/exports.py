@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from clew.envs.suites import file_stem
 from clew.errors import UserError
 from clew.runtime.skyrl.checkpoints import PREFIX
 from clew.runtime.skyrl.translate import Places
@@ -91,9 +92,7 @@ def solve_rates(run_dir: Path, suite: str) -> dict[int, float]:
         except ValueError:  # SkyRL was killed while it wrote: the evaluation is played again, or lost
             log.warning("%s is cut short and is left out", file)
             continue
-        prefix = f"eval/all/environment/{suite}/"
-        if f"{prefix}episodes" not in figures:
-            prefix = "eval/all/environment/"  # the only suite
+        prefix = f"eval/all/environment/{file_stem(suite)}/"
         if number.isdecimal() and figures.get(f"{prefix}episodes"):
             rates[int(number)] = figures[f"{prefix}solved"] / figures[f"{prefix}episodes"]
     return rates

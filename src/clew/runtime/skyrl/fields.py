@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from clew.envs.suites import file_stem
 from clew.evaluation.suites import longest_episode
 from clew.recipe import Recipe
 
@@ -30,7 +31,6 @@ COUNTERPARTS = {
     "model.lora.alpha": ("trainer.policy.model.lora.alpha",),
     "model.lora.dropout": ("trainer.policy.model.lora.dropout",),
     "model.lora.target": ("trainer.policy.model.lora.target_modules",),
-    "model.lora.vision": ("trainer.policy.model.lora.exclude_modules",),
     "environment.max_turns": ("generator.max_turns",),
     "rollout.engine": ("generator.inference_engine.backend",),
     "rollout.temperature": ("generator.sampling_params.temperature", "generator.eval_sampling_params.temperature"),
@@ -73,6 +73,7 @@ COUNTERPARTS = {
     "training.gradient_checkpointing": ("trainer.gradient_checkpointing",),
     "training.seed": ("trainer.seed",),
     "evaluation.size": ("trainer.eval_batch_size",),
+    "evaluation.confirm_size": ("trainer.eval_batch_size",),  # of the suite "unseen"
     "evaluation.interval": ("trainer.eval_interval",),
     "evaluation.before_training": ("trainer.eval_before_train",),
     "checkpoint.interval": ("trainer.ckpt_interval",),
@@ -92,13 +93,14 @@ OURS = (
     "environment.*",  # in the rows of the data set
     "evaluation.suites",  # the same
     "model.device",  # checked: SkyRL's trainer is CUDA only
+    "model.lora.vision",  # checked: no runtime of Clew's adapts the vision tower
     "algorithm.epsilon",  # checked: SkyRL's is fixed
     "algorithm.step_advantage_weight",  # of gigpo, which is refused
     "sft.*",  # `clew sft`
     "runtime.kind",
     "runtime.address",  # RAY_ADDRESS
-    "runtime.visgym_path",  # in the rows of the data set
-    "runtime.env_processes",  # the same
+    "runtime.visgym_path",  # CLEW_VISGYM of the task that plays
+    "runtime.env_processes",  # an argument of that task
     "runtime.shared_dir",  # the run directory lies there
     "runtime.device_memory_gb",  # `clew cluster plan`
 )
@@ -106,12 +108,11 @@ OURS = (
 
 WITHOUT_COUNTERPART = {
     "rollout.deadline_s": "SkyRL waits for the slowest episode",
-    "evaluation.confirm_size": "SkyRL does not confirm its best step; `clew eval --run` plays any suite",
     "evaluation.references": "`clew eval --policy random|no-turn-back|oracle` plays them",
     "evaluation.sight": "SkyRL does not test that the agent uses its eyes",
     "runtime.threads": "SkyRL chooses the threads of its workers",
     "runtime.storage_patience_s": "a failed write of SkyRL's ends the run at once",
-    "tracking.tensorboard": "SkyRL has one tracker, the console: find eval/all/pass_at_1 in the output with grep",
+    "tracking.tensorboard": "SkyRL has one tracker, the console: find eval/all/environment in the output with grep",
     "cost.*": "a SkyRL run writes no summary.json",
 }
 """Fields that change nothing in a SkyRL run, and why."""
@@ -183,11 +184,20 @@ def reported(recipe: Recipe) -> Iterator[str]:
             yield f"{key} = {json.dumps(values[key])}: {reason}"
     if recipe.training.warmup_steps:
         yield "training.warmup_steps: SkyRL counts updates and from 0, so its first update has learning rate 0"
-    if len(recipe.evaluation.suites) > 1:
+    if recipe.training.schedule != "constant" and recipe.training.minibatches * recipe.training.epochs > 1:
         yield (
-            "evaluation.suites: SkyRL's eval/all/pass_at_1 is over all of them together, "
-            f"eval/{recipe.evaluation.suites[0]}/pass_at_1 is the held-out figure"
+            f"training.schedule = {json.dumps(recipe.training.schedule)}: SkyRL lowers the learning rate with every "
+            "update, Clew with every step"
         )
+    yield (
+        f"evaluation.confirm_size = {recipe.evaluation.confirm_size}: SkyRL does not confirm its best step (`clew eval "
+        '--run` plays any suite); it is only the size of a suite "unseen" in evaluation.suites'
+    )
+    figures = f"eval/all/environment/{file_stem(recipe.evaluation.suites[0])}"
+    yield (
+        "evaluation.suites: SkyRL's pass_at_1 counts rewards, and in eval/all those of all suites; what was solved of "
+        f"{recipe.evaluation.suites[0]} is {figures}/solved, of {figures}/episodes"
+    )
     if recipe.algorithm.kl_coef > 0:
         yield "algorithm.kl_coef: SkyRL cuts the estimate of a token's divergence at 10 nats"
     yield from _GENERAL

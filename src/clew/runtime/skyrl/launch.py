@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from clew.checkpoint import RunLock
+from clew.envs.visgym.fork import VARIABLE as VISGYM
 from clew.errors import RunFailed, UserError
-from clew.recipe import Recipe
+from clew.recipe import Recipe, load_recipe
 from clew.runtime.hub_folder import HubFolder
-from clew.runtime.process import check_parts, check_supported, located
-from clew.runtime.run_directory import adopt, check_run_dir, refuse_changed_recipe, set_aside
+from clew.runtime.process import check_parts, check_supported, configure_environments, located
+from clew.runtime.run_directory import RECIPE, adopt, check_run_dir, refuse_changed_recipe, set_aside
 from clew.runtime.skyrl.checkpoints import prepare_resume
 from clew.runtime.skyrl.translate import Places, Translation, shell_words, translate
 from clew.runtime.skyrl.validate import INSTALL, installed, validate
@@ -68,6 +69,9 @@ def launch_skyrl(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -
             )
     if recipe.runtime.address is not None:
         os.environ["RAY_ADDRESS"] = recipe.runtime.address  # where SkyRL lets Ray look
+    configure_environments(recipe)
+    if recipe.runtime.visgym_path is not None:  # what SkyRL's processes are given
+        os.environ[VISGYM] = os.path.abspath(os.path.expanduser(recipe.runtime.visgym_path))
     _check_devices(recipe)
     check_parts(recipe)
     translation = translate(recipe, run_dir, _loadable(located(recipe)))
@@ -75,16 +79,35 @@ def launch_skyrl(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -
     if fresh and (aside := set_aside(run_dir)) is not None:
         _say(console, f"the run that was here is kept in {aside}")
     with RunLock(run_dir):
-        adopt(recipe, run_dir)
-        resume = prepare_resume(places.checkpoints, recipe.runtime.nodes * recipe.runtime.workers_per_node)
+        refuse_changed_recipe(recipe, run_dir)
+        ranks = recipe.runtime.nodes * recipe.runtime.workers_per_node
+        resume = prepare_resume(places.checkpoints, ranks, places.exports)
         for note in resume.notes:
             _say(console, f"note: {note}")
+        if resume.step:
+            _refuse_other_steps(recipe, run_dir)
+        adopt(recipe, run_dir)
         if resume.step >= steps:
-            _say(console, f"this run is finished (--fresh starts again, a larger training.steps goes on): {run_dir}")
+            _say(console, f"this run is finished (--fresh starts again, another --run starts another): {run_dir}")
         else:
             _train(recipe, places, translation, config, resume.step, console)
     _say(console, f"exports, for clew eval and clew export: {places.exports}")
     return {"steps": steps, "exports": str(places.exports)}
+
+
+def _refuse_other_steps(recipe: Recipe, run_dir: Path) -> None:
+    """Other ``training.steps`` are as many other rows, shuffled anew, under a data position that counts the old ones.
+
+    Raises:
+        UserError: the run that goes on was begun with other ones.
+    """
+    steps, begun_with = recipe.training.steps, load_recipe(str(run_dir / RECIPE)).training.steps
+    if steps != begun_with:
+        raise UserError(
+            f"training.steps: {begun_with} -> {steps}: SkyRL would shuffle the rows anew, so that what {run_dir} goes "
+            f"on with repeats tasks and leaves others out; set training.steps={begun_with}, choose another --run, or "
+            "start again with --fresh"
+        )
 
 
 def _train(recipe: Recipe, places: Places, translation: Translation, config: Any, done: int, console: Console) -> None:
@@ -102,7 +125,7 @@ def _train(recipe: Recipe, places: Places, translation: Translation, config: Any
     begun = f", going on after step {done}" if done else ""
     _say(console, f"{recipe.name}: {recipe.training.steps} steps with SkyRL in {places.run_dir}{begun}")
     try:
-        run(config)
+        run(config, recipe.runtime.env_processes)
     except RayError as error:
         raise RunFailed(f"SkyRL's training: {describe(cause_of(error))} (logs: {places.logs})") from error
 

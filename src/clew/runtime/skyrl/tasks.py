@@ -11,7 +11,7 @@ settings      its keyword arguments, the turn cap included, as JSON. They travel
 seed          of the task
 content_hash  of the task
 suite         ``train``, or the name of the evaluation suite
-data_source   the same: SkyRL reports each data source apart
+data_source   the same as it stands in the names of metrics and files: SkyRL reports each data source apart
 
 What the configuration has to respect: ``generator.max_turns`` is at least every row's cap
 (``longest_episode(recipe)[1]``; a smaller one is refused by the environment), ``trainer.epochs`` is 1 (there are as
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from clew.checkpoint import write_file_atomic
 from clew.envs.base import Task
 from clew.envs.registry import make_env
-from clew.envs.suites import training_tasks
+from clew.envs.suites import file_stem, training_tasks
 from clew.errors import UserError
 from clew.evaluation.suites import RecipeSuites
 from clew.recipe import Recipe
@@ -117,7 +117,7 @@ def _row(task: Task, suite: str, prompt: str, settings: dict[str, Any]) -> dict[
         "seed": task.seed,
         "content_hash": task.content_hash,
         "suite": suite,
-        "data_source": suite,
+        "data_source": file_stem(suite),
     }
 
 

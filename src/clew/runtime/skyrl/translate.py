@@ -159,7 +159,7 @@ def _model(recipe: Recipe, model: str) -> dict[str, Value]:
         f"{prefix}.lora.dropout": lora.dropout,
         f"{prefix}.lora.target_modules": lora.target if isinstance(lora.target, str) else list(lora.target),
         # Without it, SkyRL adapts the vision tower too, and vLLM ignores that part.
-        f"{prefix}.lora.exclude_modules": None if lora.vision else ".*visual.*",
+        f"{prefix}.lora.exclude_modules": ".*visual.*",
         "generator.inference_engine.model_dtype": recipe.model.dtype,
     }
 
@@ -244,13 +244,19 @@ def _micro_batch(recipe: Recipe) -> int:
 def _schedule(recipe: Recipe) -> dict[str, Value]:
     """When it evaluates and saves. SkyRL, too, does all of it at the last step."""
     return {
-        "trainer.eval_batch_size": recipe.evaluation.size * len(recipe.evaluation.suites),
+        "trainer.eval_batch_size": _heldout_rows(recipe),
         "trainer.eval_interval": recipe.evaluation.interval,
         "trainer.eval_before_train": recipe.evaluation.before_training,
         "trainer.ckpt_interval": recipe.checkpoint.interval,
         "trainer.max_ckpts_to_keep": recipe.checkpoint.keep,
         "trainer.hf_save_interval": recipe.checkpoint.export_interval,
     }
+
+
+def _heldout_rows(recipe: Recipe) -> int:
+    """Rows of the evaluation's data set: an evaluation in one batch plays all its episodes at once."""
+    table = recipe.evaluation
+    return sum(table.confirm_size if name == "unseen" else table.size for name in table.suites)
 
 
 def _placement(recipe: Recipe) -> dict[str, Value]:
