@@ -245,7 +245,7 @@ def test_the_hyperpod_plan_names_everyone(clew: Command, monkeypatch: pytest.Mon
         "of 96.0 GB",
     ):
         assert fragment in said, fragment
-    assert words[[line[:1] for line in words].index(["total"])][1:3] == ["52.0", "43.4"]
+    assert words[[line[:1] for line in words].index(["total"])][1:3] == ["52.0", "42.1"]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def run_eval(
         table.add_column(name, justify="right")
     for result in results:
         low, high = result.ci95
-        lengths = "  ".join(f"{length}: {r['solved']}/{r['total']}" for length, r in result.by_path_length().items())
+        lengths = "  ".join(
+            f"{length}: {r['solved']}/{r['total']}" for length, r in result.by_path_length().items() if length != "None"
+        )
         rate, counts = f"{result.solve_rate:.1%}", f"{result.solved}/{result.total}"
         table.add_row(result.suite, result.mode, counts, rate, f"{low:.1%} - {high:.1%}", lengths)
     console.print(table)

@@ -7,6 +7,7 @@ imitation, the odd ones to reinforcement learning, and whatever is in an evaluat
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -127,6 +128,13 @@ def task_of(env: ImageEnv, seed: int) -> Task:
     if isinstance(env, MazeEnv):  # which knows it without drawing a frame
         return env.task(seed)
     return Task(env.env_id, seed, env.reset(seed)[1]["content_hash"])
+
+
+def fingerprint(env: ImageEnv) -> str:
+    """What an environment shows of its seed 0, instructions included (SHA-256): another version shows another thing."""
+    observation, info = env.reset(0)
+    shown = [env.prompt, observation.text, info["content_hash"], str(observation.image.shape)]
+    return hashlib.sha256("\0".join(shown).encode() + observation.image.tobytes()).hexdigest()
 
 
 def content_hashes(suites: Iterable[Suite]) -> frozenset[str]:

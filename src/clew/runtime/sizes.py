@@ -201,11 +201,11 @@ class _Scene(NamedTuple):
     feedback: tuple[str, ...] | int
 
 
-# VisGym's maze_2d, which need not be installed to plan: 25 pixels a cell, its instructions and its longest feedback
-# (an action of the wrong form), in characters.
+# VisGym's maze_2d, which need not be installed to plan: 25 pixels a cell; characters of its instructions and of the
+# longest feedback that Clew passes on.
 _VISGYM = {
-    "visgym:maze_2d/easy": _Scene((225, 225), 1100, 180),
-    "visgym:maze_2d/hard": _Scene((275, 275), 1100, 180),
+    "visgym:maze_2d/easy": _Scene((225, 225), 700, 400),
+    "visgym:maze_2d/hard": _Scene((275, 275), 700, 400),
 }
 _LONGEST_FEEDBACK = 180  # characters, of an environment that does not list its texts
 _CHARACTERS_PER_TOKEN = 3  # fewer than the four or so of Qwen's tokenizer on English: an estimate on the safe side

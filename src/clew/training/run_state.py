@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
 from clew.checkpoint import CheckpointStore, truncate_jsonl
+from clew.envs.registry import make_env
+from clew.envs.suites import fingerprint
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
+from clew.evaluation.suites import environment_settings
 from clew.policy.paths import base_fingerprint, resolve_model_path
 from clew.recipe import Recipe
 from clew.training.learner import STATE
@@ -34,6 +38,8 @@ class RunState:
         self.recipe, self.run_dir, self.policy = recipe, run_dir, policy
         self.store = CheckpointStore(run_dir / "checkpoints", recipe.checkpoint.keep)
         self.base_sha256 = base_fingerprint(resolve_model_path(recipe.model))
+        with contextlib.closing(make_env(recipe.environment.id, **environment_settings(recipe))) as env:
+            self.world_sha256 = fingerprint(env)
         self.step = self.position = 0
         self.evaluations: dict[int, dict[str, Any]] = {}
         self.session = next_session(run_dir)
@@ -42,7 +48,8 @@ class RunState:
         """Goes back to the newest whole checkpoint, if there is one, and drops metrics of later steps.
 
         Raises:
-            UserError: the checkpoint belongs to another base model or LoRA configuration.
+            UserError: the checkpoint belongs to another base model or LoRA configuration, or the environment has become
+                another one.
         """
         if (latest := self.store.latest()) is not None:
             _, folder = latest
@@ -51,6 +58,11 @@ class RunState:
                 raise UserError(
                     f"model.path: {self.recipe.model.path} is not the base model that {self.run_dir} was trained from "
                     "(its weights have another SHA-256); put the old weights back or train with --fresh"
+                )
+            if kept.get("world_sha256", self.world_sha256) != self.world_sha256:
+                raise UserError(
+                    f"environment.id: {self.recipe.environment.id} shows another picture or other instructions for "
+                    f"seed 0 than when {self.run_dir} began; take the version it was trained with or train with --fresh"
                 )
             self.policy.restore(folder)
             self.step, self.position = kept["step"], kept["position"]
@@ -80,6 +92,7 @@ class RunState:
             "position": self.position,
             "evaluations": self.evaluations,
             "base_sha256": self.base_sha256,
+            "world_sha256": self.world_sha256,
         }
         facts = {"base_sha256": self.base_sha256}
         self.policy.save(self.store, self.step, json.dumps(kept, indent=1) + "\n", facts)
