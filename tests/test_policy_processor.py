@@ -79,4 +79,4 @@ def test_auto_processor_loads_the_shipped_folder_and_the_model_answers() -> None
 
     prompt = MazeEnv(size=(4, 6), min_path=7, max_path=12).prompt
     assert found["ids"] == vlm.template.opening(prompt, "", 6)
-    assert found["answer"] in {f"<action>{name}</action>" for name in found["best"]}
+    assert found["answer"] in found["best"]
