@@ -89,7 +89,7 @@ def test_one_worker_and_one_engine_do_what_one_process_does(
     assert [re.fullmatch(r"step-00000(\d)-a1-[0-9a-f]{8}", v)[1] for v in versions] == ["0", "1", "2", "3"]  # type: ignore[index]
     assert [path.name for path in (run_dir / "sync").iterdir() if path.name in versions] == [], "pruned"
     assert len(list((run_dir / "sync").iterdir())) <= 2
-    assert all(line["sync_s"] < 0.5 for line in lines(run_dir, "timing.jsonl"))
+    assert all(0 < line["sync_s"] < line["step_s"] for line in lines(run_dir, "timing.jsonl"))
     assert not any(alive(w["pid"]) for part in workers(run_dir).values() for w in part), "workers end with the run"
 
 
