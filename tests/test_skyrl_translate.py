@@ -28,7 +28,7 @@ from clew.rollout.vllm_options import LORA_RANKS as VLLM_RANKS
 from clew.runtime.skyrl.fields import COUNTERPARTS, LORA_RANKS, OURS, WITHOUT_COUNTERPART
 from clew.runtime.skyrl.tasks import _row, heldout_rows
 from clew.runtime.skyrl.translate import Value, shell_words, translate
-from clew.training.learner import tis_cap
+from clew.training.importance import tis_cap
 from clew.training.update import Updater
 
 RUN = Path("/shared/runs/hyperpod-seed0")

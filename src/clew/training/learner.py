@@ -32,12 +32,12 @@ from clew.policy.sharding import shard
 from clew.policy.vision import FeatureCache
 from clew.recipe import Recipe
 from clew.rollout.engine import derive_seed
+from clew.training.importance import tis_cap
 from clew.training.ranks import ALONE, Ranks
 from clew.training.update import Sample, Updater, deterministic_dropout, no_update_metrics
 
 SHARDS, STATE = "policy", "state.json"
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
-DEFAULT_TIS_CAP = 2.0
 
 
 class Learner:
@@ -175,14 +175,3 @@ def _reported_as_raised() -> Iterator[None]:
         yield
     except CheckpointException as report:
         raise next(iter(report.failures.values()))[0] from report
-
-
-def tis_cap(recipe: Recipe) -> float | None:
-    """The cap of the importance weights between trainer and engine; None where none are used.
-
-    Engines that run the trainer's own code sample from its very distribution up to rounding; vLLM's kernels do not.
-    """
-    cap = recipe.algorithm.tis_cap
-    if cap is None:
-        return DEFAULT_TIS_CAP if recipe.rollout.engine == "vllm" else None
-    return cap or None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from clew.envs.suites import file_stem
 from clew.evaluation.suites import longest_episode
@@ -176,12 +176,11 @@ def refused(recipe: Recipe, run_dir: Path) -> Iterator[str]:
 
 def reported(recipe: Recipe) -> Iterator[str]:
     """What changes nothing in a SkyRL run of this recipe, and what SkyRL does otherwise than Clew."""
-    values = dict(_leaves(recipe.model_dump()))
     for key, reason in WITHOUT_COUNTERPART.items():
         if key.endswith(".*"):
             yield f"[{key[:-2]}]: {reason}"
-        elif values[key]:
-            yield f"{key} = {json.dumps(values[key])}: {reason}"
+        elif value := attrgetter(key)(recipe):
+            yield f"{key} = {json.dumps(value)}: {reason}"
     if recipe.training.warmup_steps:
         yield "training.warmup_steps: SkyRL counts updates and from 0, so its first update has learning rate 0"
     if recipe.training.schedule != "constant" and recipe.training.minibatches * recipe.training.epochs > 1:
@@ -201,11 +200,3 @@ def reported(recipe: Recipe) -> Iterator[str]:
     if recipe.algorithm.kl_coef > 0:
         yield "algorithm.kl_coef: SkyRL cuts the estimate of a token's divergence at 10 nats"
     yield from _GENERAL
-
-
-def _leaves(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tables.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -21,6 +21,7 @@ are longer).
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -72,23 +73,20 @@ def training_rows(recipe: Recipe) -> list[dict[str, Any]]:
     """
     suites = RecipeSuites(recipe)
     wanted = recipe.training.steps * recipe.training.prompts_per_step
-    env = make_env(recipe.environment.id, **suites.settings)
-    try:
-        tasks: dict[str, Task] = {}
-        repeats = 0
-        for _, task in training_tasks(env, suites.held_out(), recipe.training.seed):
-            repeats = repeats + 1 if task.content_hash in tasks else 0
-            tasks.setdefault(task.content_hash, task)
-            if len(tasks) == wanted:
-                break
-            if repeats == _REPEATS_IN_A_ROW:
-                raise UserError(
-                    f"training.steps: only {len(tasks):,} different tasks were found, and SkyRL needs "
-                    f"{wanted:,} (steps x prompts_per_step); ask for fewer, or make environment.size larger"
-                )
-        return [_row(task, "train", env.prompt, suites.settings) for task in tasks.values()]
-    finally:
-        env.close()
+    env = make_env(recipe.environment.id, **suites.settings)  # closed with the stream
+    tasks: dict[str, Task] = {}
+    repeats = 0
+    for _, task in training_tasks(env, suites.held_out(), recipe.training.seed):
+        repeats = repeats + 1 if task.content_hash in tasks else 0
+        tasks.setdefault(task.content_hash, task)
+        if len(tasks) == wanted:
+            break
+        if repeats == _REPEATS_IN_A_ROW:
+            raise UserError(
+                f"training.steps: only {len(tasks):,} different tasks were found, and SkyRL needs "
+                f"{wanted:,} (steps x prompts_per_step); ask for fewer, or make environment.size larger"
+            )
+    return [_row(task, "train", env.prompt, suites.settings) for task in tasks.values()]
 
 
 def heldout_rows(recipe: Recipe) -> list[dict[str, Any]]:
@@ -100,11 +98,8 @@ def heldout_rows(recipe: Recipe) -> list[dict[str, Any]]:
     suites = RecipeSuites(recipe)
     rows = []
     for suite in map(suites.suite, recipe.evaluation.suites):
-        env = make_env(suite.env_id, **suite.env_kwargs)
-        try:
+        with contextlib.closing(make_env(suite.env_id, **suite.env_kwargs)) as env:
             rows += [_row(task, suite.name, env.prompt, suite.env_kwargs) for task in suite.tasks]
-        finally:
-            env.close()
     return rows
 
 

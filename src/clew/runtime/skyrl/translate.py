@@ -20,12 +20,11 @@ from clew.recipe import Recipe
 from clew.runtime.run_directory import file_name
 from clew.runtime.skyrl.fields import refused, reported
 from clew.runtime.skyrl.tasks import ENV_CLASS
+from clew.training.importance import tis_cap
 
 Value = str | int | float | bool | list[str] | list[float] | None
 
 _YAML_WORDS = ("null", "none", "true", "false", "yes", "no", "on", "off", "y", "n", "inf", "nan")
-# Importance weights between trainer and engine, where the recipe leaves algorithm.tis_cap out: as with Clew's own vLLM.
-_TIS_CAP = 2.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _rollout(recipe: Recipe) -> dict[str, Value]:
 
 def _algorithm(recipe: Recipe) -> dict[str, Value]:
     table, prefix = recipe.algorithm, "trainer.algorithm"
-    cap = _TIS_CAP if table.tis_cap is None else table.tis_cap
+    cap = tis_cap(recipe)
     dr_grpo = table.loss_reduction == "dr_grpo"
     found: dict[str, Value] = {
         f"{prefix}.advantage_estimator": "grpo",
