@@ -167,6 +167,7 @@ def test_demonstrations_start_anywhere_near_the_target(fork: str) -> None:
         ("I could go ('move', 0), but <answer>('move', 1)</answer>", "('move', 1)"),
         ("('move', 0) or, in other words, (\"move\",0)", "('move', 0)"),
         ("'move', 0", "('move', 0)"),
+        ("\"('move', 3)\",", "('move', 3)"),
         ("<action>'move', 0</action>", "('move', 0)"),
         ("('move', 0) or ('move', 1)?", None),
         ("('move', 0) # or ('move', 1)", None),

@@ -23,8 +23,8 @@ def find_action(answer: str) -> str | None:
     """
     found: dict[str, str] = {}  # by value: one action may be written in several ways
     for text in _tagged(answer) or [answer]:
-        bare = text.strip()
-        for action in _tuples(f"({bare})" if bare[:1] in ("'", '"') else text):
+        bare = text.strip()  # in brackets only where it holds no action as it stands: it may be one that is quoted
+        for action in _tuples(text) or (_tuples(f"({bare})") if bare[:1] in ("'", '"') else []):
             found.setdefault(repr(ast.literal_eval(action)), action)
     return next(iter(found.values())) if len(found) == 1 else None
 
