@@ -102,6 +102,18 @@ OPTIONAL = [
     "environment.gymnasium.actions=['a', 'b']",
     "environment.gymnasium.prompt=Play.",
     "runtime.visgym_path=/mnt/v",
+    "cluster.name=maze",
+    "cluster.image=host.example/clew:1",
+    "cluster.serve_image=host.example/serve:1",
+    "cluster.head_instance=ml.r5d.16xlarge",
+    "cluster.worker_instance=ml.g7e.12xlarge",
+    "cluster.file_system=fs-01234567",
+    "cluster.mount_name=fsx",
+    "cluster.subnet=subnet-01234567",
+    "cluster.security_group=sg-01234567",
+    "cluster.region=us-west-2",
+    "cluster.queue=research",
+    "cluster.adapters=s3://models/maze",
 ]
 
 
@@ -169,6 +181,7 @@ def test_importing_recipe_loads_no_torch() -> None:
     [
         ["runtime.threads=3", 'runtime.kind="ray"', "runtime.nodes=3", "runtime.shared_dir=/mnt/x"],
         ["tracking.tensorboard=false"],
+        ["cluster.image=host.example/clew:2", "cluster.queue=research"],
         ["checkpoint.keep=9"],
         ["training.steps=1000"],
         ["name=renamed"],

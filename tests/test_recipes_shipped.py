@@ -46,6 +46,10 @@ PUBLISHED: dict[str, Any] = {
     "rollout.temperature": 0.7,
     # adapter sync and preparation: through the shared file system mounted at `/shared`
     "runtime.shared_dir": "/shared",
+    # machines: a head with 512 GB and no GPU, workers with 2 GPUs of 96 GB, 1200 GiB of shared storage
+    "cluster.head_instance": "ml.r5d.16xlarge",
+    "cluster.worker_instance": "ml.g7e.12xlarge",
+    "cluster.storage_gib": 1200,
     # result: the best evaluation was at step 160
     "training.steps": 160,
 }
@@ -132,7 +136,7 @@ def test_a_shipped_recipe_holds_known_keys_and_says_how_to_run_it(name: str) -> 
     assert source(name).startswith("# ") and f"clew train {name}" in source(name)
 
 
-@pytest.mark.parametrize("command", [["train"], ["cluster", "plan"], ["sft"], ["prepare"]])
+@pytest.mark.parametrize("command", [["train"], ["cluster", "plan"], ["cluster", "render"], ["sft"], ["prepare"]])
 def test_help_lists_what_ships(clew: Command, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     assert f"A recipe shipped with Clew ({', '.join(shipped_recipes())})" in clew(*command, "--help").out

@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cluster = typer.Typer(help="Look at a cluster before it runs.", no_args_is_help=True)
+cluster = typer.Typer(help="Plan a cluster, and make what puts a run on it.", no_args_is_help=True)
 app.add_typer(cluster, name="cluster")
 
 
@@ -200,3 +200,24 @@ def cluster_plan(recipe: RecipeName, overrides: Overrides = None) -> None:
     from clew.recipe import load_recipe
 
     show_plan(load_recipe(recipe, overrides or ()), Console())
+
+
+@cluster.command("render")
+def cluster_render(
+    recipe: RecipeName,
+    to: Annotated[Path, typer.Option("--to", help="Folder to write to: new, or rendered before.")],
+    overrides: Overrides = None,
+    image: Annotated[
+        str | None, typer.Option("--image", help="Container image, as image/build.sh prints it; sets cluster.image.")
+    ] = None,
+) -> None:
+    """Write image and Kubernetes manifests that put a run on HyperPod's EKS."""
+    from clew.cloud.render import render
+    from clew.recipe import load_recipe
+
+    changes = overrides or []
+    chosen = [f"cluster.image={image}"] if image is not None else []
+    unset = render(load_recipe(recipe, [*changes, *chosen]), to, [recipe, *changes])
+    for key, meaning in unset.items():
+        print(f"to be set: {key}: {meaning}")
+    print(f"rendered: {to / 'README.md'} says what is where and what comes first")

@@ -35,6 +35,7 @@ def conflicts(recipe: Recipe) -> Iterator[Conflict]:
     yield from _lengths(recipe)
     yield from _batches(recipe)
     yield from _runtime(recipe)
+    yield from _cluster(recipe)
 
 
 def _maze(recipe: Recipe) -> Iterator[Conflict]:
@@ -142,3 +143,19 @@ def _runtime(recipe: Recipe) -> Iterator[Conflict]:
                 f'set runtime.kind = "ray" or runtime.{key} = 1',
                 (f"runtime.{key}", "runtime.kind"),
             )
+
+
+def _cluster(recipe: Recipe) -> Iterator[Conflict]:
+    cluster = recipe.cluster
+    if cluster.shm_gib >= cluster.worker_memory_gib:
+        yield Conflict(
+            f"cluster.shm_gib = {cluster.shm_gib} is part of cluster.worker_memory_gib = {cluster.worker_memory_gib} "
+            "and leaves nothing of it: lower shm_gib or raise worker_memory_gib",
+            ("cluster.shm_gib", "cluster.worker_memory_gib"),
+        )
+    if cluster.storage_gib != 1200 and cluster.storage_gib % 2400:
+        yield Conflict(
+            f"cluster.storage_gib = {cluster.storage_gib} is no size that FSx for Lustre has: choose 1200, or "
+            f"{-(-cluster.storage_gib // 2400) * 2400}",
+            ("cluster.storage_gib",),
+        )

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 import annotated_types as bounds
 from pydantic.fields import FieldInfo
 
-from clew.recipe.schema import INT_MAX, Allowed, Recipe, Table
+from clew.recipe.schema import Recipe
+from clew.recipe.values import INT_MAX, Allowed, Table
 
 _KINDS: dict[object, str] = {
     bool: "true or false",

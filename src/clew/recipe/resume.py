@@ -9,13 +9,14 @@ from clew.recipe.keys import KEYS, shown
 from clew.recipe.schema import Recipe
 
 _FREE = ("name", "checkpoint.keep")
-_FREE_TABLES = ("runtime.", "tracking.")
+_FREE_TABLES = ("runtime.", "cluster.", "tracking.")
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """Lines that name the keys in which a continued run's recipe differs and may not; empty: it may go on.
 
-    May change: ``runtime.*``, ``tracking.*``, ``checkpoint.keep``, ``name``, and a larger ``training.steps``.
+    May change: ``runtime.*``, ``cluster.*``, ``tracking.*``, ``checkpoint.keep``, ``name``, and a larger
+    ``training.steps``.
     """
     before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
     lines = []

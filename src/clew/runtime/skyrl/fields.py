@@ -103,6 +103,7 @@ OURS = (
     "runtime.env_processes",  # an argument of that task
     "runtime.shared_dir",  # the run directory lies there
     "runtime.device_memory_gb",  # `clew cluster plan`
+    "cluster.*",  # `clew cluster render`
 )
 """Fields that Clew's own side of a SkyRL run keeps or checks."""
 
