@@ -70,6 +70,7 @@ class Fleet:
         processor = load_processor(resolve_model_path(recipe.model))
         self.notes: list[str] = []
         self.needed: list[set[str]] = []
+        self.queue: list[tuple[int, int]] = []
         path = os.pathsep.join([str(Path(__file__).parent), str(ROOT / "src")])  # for the environments of these tests
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         options = {"num_cpus": 0.01, "runtime_env": {"env_vars": variables}}
@@ -82,6 +83,7 @@ class Fleet:
             self.notes.append,
             lambda: None,
             self.needed.append,
+            lambda waiting, playing: self.queue.append((waiting, playing)),
         )
         self.rollouts.start()
 
@@ -99,6 +101,7 @@ def fleet(cluster: None, recipe: Recipe) -> Fleet:
 def quiet(fleet: Fleet) -> None:
     fleet.notes.clear()
     fleet.needed.clear()
+    fleet.queue.clear()
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,9 @@ def test_two_engines_play_what_one_in_this_process_plays(
     names = [stored.name for _, stored in adapters]
     assert fleet.needed == [set(), {names[0]}, set(names)], "the version before stays until the next is loaded"
     assert fleet.notes == []
+    assert sum(fleet.queue[0]) == len(ATTEMPTS), "each waits or is played"
+    assert max(map(sum, fleet.queue)) == len(ATTEMPTS)
+    assert fleet.queue[-1] == (0, 0)
 
 
 def test_both_engines_work_and_get_more_as_episodes_end(fleet: Fleet, tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from conftest import Outcome, finish_clew, start_clew
 
-from clew.runtime.ray_metrics import prometheus_name
-
 RAY = ["runtime.kind=ray", "runtime.threads=1"]
 TWO = [*RAY, "runtime.workers_per_node=2", "runtime.engines=2"]
 
@@ -204,11 +202,3 @@ def test_bad_clusters_are_named(small_recipe: Path, tmp_path: Path) -> None:
     outcome = train(small_recipe, tmp_path / "c", *RAY, "model.device=cuda")
     assert outcome.code == 2 and "[runtime] places work on 1 GPUs of each of 1 machines, but" in outcome.err, outcome
     assert "Traceback" not in outcome.err
-
-
-def test_names_of_metrics() -> None:
-    assert prometheus_name("timing/rollout_s") == "clew_rollout_seconds"
-    assert prometheus_name("timing/tokens_per_s") == "clew_tokens_per_second"
-    assert prometheus_name("train/solve_rate") == "clew_train_solve_rate"
-    assert prometheus_name("eval/all/pass_at_1") == "clew_eval_all_pass_at_1"
-    assert prometheus_name("rollout/stop/turn_cap") == "clew_rollout_stop_turn_cap"

@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-cluster = typer.Typer(help="Plan a cluster, and make what puts a run on it.", no_args_is_help=True)
+cluster = typer.Typer(help="Plan a cluster, make what puts a run on it, and watch it.", no_args_is_help=True)
 app.add_typer(cluster, name="cluster")
 
 
@@ -221,3 +221,14 @@ def cluster_render(
     for key, meaning in unset.items():
         print(f"to be set: {key}: {meaning}")
     print(f"rendered: {to / 'README.md'} says what is where and what comes first")
+
+
+@cluster.command("dashboards")
+def cluster_dashboards(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; made if it is not there.")],
+) -> None:
+    """Write Grafana dashboards, their provisioning files, and Prometheus's configuration with alert rules."""
+    from clew.observe.files import write_dashboards
+
+    for path in write_dashboards(folder):
+        print(path)

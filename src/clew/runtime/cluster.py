@@ -30,6 +30,7 @@ from clew.runtime.engine_workers import FEEDING, EngineWorker
 from clew.runtime.placement import Placement, place
 from clew.runtime.policy_workers import PolicyWorker, RayPolicy
 from clew.runtime.process import cores
+from clew.runtime.ray_metrics import RayMetrics
 from clew.runtime.run_directory import RECIPE
 from clew.training.run_state import next_session
 
@@ -94,6 +95,7 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
                 note,
                 record,
                 lambda needed: _prune(sync, needed),
+                RayMetrics(run_dir).queue,
             )
             rollouts.start()
             yield policy, rollouts

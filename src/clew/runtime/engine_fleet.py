@@ -72,6 +72,7 @@ class RayRollouts:
         note: told of engines that die.
         on_start: called when an engine has started.
         after_load: called with the names of the versions that engines may still need, after every engine has loaded.
+        on_queue: told how many episodes of a batch wait for an engine, and how many are being played.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class RayRollouts:
         note: Callable[[str], None],
         on_start: Callable[[], None],
         after_load: Callable[[set[str]], None],
+        on_queue: Callable[[int, int], None] = lambda waiting, playing: None,
     ) -> None:
         self.start_engine, self.note, self.on_start, self.after_load = start_engine, note, on_start, after_load
+        self.on_queue = on_queue
         self.player, self.devices, self.device = player, devices, ""
         self.engines = [_Engine(start_engine(i)) for i in range(engines)]
         for engine in self.engines:
@@ -158,6 +161,7 @@ class RayRollouts:
             if engine.ready is None:
                 self._begin(engine, job, _take(waiting, share), until)
         while len(played) < len(attempts):
+            self.on_queue(len(waiting) + len(suspects), sum(len(engine.outstanding) for engine in self.engines))
             engine, outcome = self._next()
             if isinstance(outcome, list):
                 engine.deaths = 0
@@ -177,6 +181,7 @@ class RayRollouts:
                     else:
                         suspects.append(attempt)
             self._hand_out(job, waiting, suspects, limits.concurrent, until)
+        self.on_queue(0, 0)
         self._end(job)
         return [played[place] for place in range(len(attempts))]
 

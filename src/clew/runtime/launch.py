@@ -173,7 +173,7 @@ def _sinks(recipe: Recipe, run_dir: Path, resumed_after: int | None) -> Iterator
     if recipe.runtime.kind == "ray":
         from clew.runtime.ray_metrics import RayMetrics
 
-        yield RayMetrics(run_dir.name)
+        yield RayMetrics(run_dir)
 
 
 @contextlib.contextmanager
