@@ -16,7 +16,7 @@ $(STAMP):
 	$(PYTHON) -m venv .venv
 	# By itself: where pip is shown a CPU build of this version, that is the one the rest then settles on.
 	$(BIN)/pip install "torch==$(TORCH)"
-	$(BIN)/pip install -e ".[dev,ray]"
+	$(BIN)/pip install -e ".[dev,ray,aws]"
 	@rm -f .venv/installed-*
 	@touch $@
 

@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venvs/vllm}
-stamp="$venv/installed-$(cat pyproject.toml "$0" | cksum | tr ' ' '-')"
+stamp="$venv/installed-$(cat pyproject.toml "$0" scripts/torchvision_operators.py | cksum | tr ' ' '-')"
 if [ -e "$stamp" ]; then exit 0; fi
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
@@ -26,39 +26,7 @@ pip uninstall --yes torchaudio torchcodec
 # compiled operators give; so they must at least be known by name. In site-packages, so that the processes vLLM and
 # Ray start have it as well. Never needed where torchvision matches torch: its compiled part declares them itself.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-cat > "$site/torchvision_operators.py" <<'PYTHON'
-"""Declares operators of torchvision when it is imported, for a build whose compiled part does not load."""
-
-import sys
-from importlib.machinery import PathFinder
-
-
-def _declare():
-    from torch.library import Library
-
-    library = Library("torchvision", "DEF")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _declare.library = library  # what it declares lives as long as it does
-
-
-class _BeforeTorchvision:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        spec = PathFinder.find_spec(name, path, target) if name == "torchvision" else None
-        if spec is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module):
-                _declare()
-                execute(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
-sys.meta_path.insert(0, _BeforeTorchvision)
-PYTHON
+cp scripts/torchvision_operators.py "$site"
 echo "import torchvision_operators" > "$site/torchvision_operators.pth"
 
 OMP_NUM_THREADS=1 "$venv/bin/python" -c 'import clew, torchvision, vllm; print("vLLM", vllm.__version__, "is ready")'

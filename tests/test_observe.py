@@ -32,7 +32,7 @@ LABELS = {"ray_io_cluster"}
 def program(name: str) -> str:
     """A program of Debian's package prometheus."""
     if (found := shutil.which(name)) is None:
-        pytest.skip(f"{name} is not on PATH (apt-get install prometheus)")
+        pytest.skip(f"{name} is not on PATH (scripts/setup_prometheus.sh, or apt-get install prometheus)")
     return found
 
 
