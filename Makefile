@@ -7,7 +7,7 @@ TORCHVISION := .venvs/torchvision/torchvision
 # Made anew when pyproject.toml changes, and only then.
 STAMP := .venv/installed-$(shell cksum < pyproject.toml | tr ' ' '-')
 
-.PHONY: setup demo test test-slow test-vllm test-skyrl lint clean
+.PHONY: setup demo rehearse test test-slow test-vllm test-skyrl lint clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,10 @@ $(STAMP):
 
 demo: $(STAMP)
 	$(BIN)/clew train laptop
+
+# docs/hyperpod.md, without an account: what needs no AWS is run, what comes of it is checked.
+rehearse: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/rehearse_hyperpod.py
 
 test: $(STAMP)
 	$(BIN)/pytest -m "not slow and not vllm and not skyrl"

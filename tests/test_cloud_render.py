@@ -1,17 +1,10 @@
-"""`clew cluster render`: manifests that Kubernetes and KubeRay accept, and the facts that a HyperPod cluster rests on.
-
-KubeRay's own schemas (its three CRDs) are looked for in the folder that CLEW_KUBERAY_CRDS names, or in
-shared/data/kuberay beside the repository; without them, what they check is skipped.
-"""
+"""`clew cluster render`: manifests that Kubernetes and KubeRay accept, and the facts a HyperPod cluster rests on."""
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import subprocess
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +12,12 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifests import SET, STATIC, hyperpod, objects, texts
+from manifests import CRDS, SET, STATIC, check, cluster_spec, hyperpod, kuberay_schema, objects, pods, texts
 
 from clew.cloud.render import FILES, cluster_name, quoted, rendered
 from clew.recipe import load_recipe, parse_recipe
-
-CRDS = Path(os.environ.get("CLEW_KUBERAY_CRDS") or ROOT.parent / "shared/data/kuberay")
-
-
-def cluster_spec(manifest: dict[str, Any]) -> dict[str, Any]:
-    spec = manifest["spec"]
-    return spec if manifest["kind"] == "RayCluster" else spec.get("rayClusterSpec") or spec["rayClusterConfig"]
-
-
-def pods(manifest: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    spec = cluster_spec(manifest)
-    yield "head", spec["headGroupSpec"]["template"]["spec"]
-    (group,) = spec["workerGroupSpecs"]
-    yield "worker", group["template"]["spec"]
-
 
 RAY_FILES = ["ray-cluster.yaml", "ray-job.yaml", "ray-service.yaml"]
 
@@ -48,38 +25,11 @@ RAY_FILES = ["ray-cluster.yaml", "ray-job.yaml", "ray-service.yaml"]
 # ---- schemas
 
 
-@functools.cache
 def kuberay(kind: str) -> jsonschema.Draft202012Validator:
-    """KubeRay's schema of a kind, in which fields that it does not know are errors."""
-    path = CRDS / f"ray.io_{kind.lower()}s.yaml"
-    if not path.is_file():
+    """KubeRay's schema of a kind; without it the test is skipped."""
+    if (schema := kuberay_schema(kind)) is None:
         pytest.skip(f"KubeRay's schemas are not in {CRDS}: CLEW_KUBERAY_CRDS names their folder")
-    crd = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    (schema,) = (version["schema"]["openAPIV3Schema"] for version in crd["spec"]["versions"] if version["name"] == "v1")
-    return jsonschema.Draft202012Validator(strict(schema))
-
-
-def strict(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {key: strict(value) for key, value in schema.items()}
-    closed = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
-    if closed and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        made.setdefault("additionalProperties", False)
-    return made
-
-
-def check(manifest: dict[str, Any]) -> None:
-    """Kubernetes' own schemas, strictly; of Ray's kinds the pods."""
-    if manifest["apiVersion"] != "ray.io/v1":
-        kubernetes_validate.validate(manifest, "1.33", strict=True)
-        return
-    assert set(manifest["metadata"]) <= {"name", "namespace", "labels", "annotations"}
-    for who, pod in pods(manifest):
-        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": who}, "spec": pod}
-        kubernetes_validate.validate(whole, "1.33", strict=True)
+    return schema
 
 
 VARIANTS = {

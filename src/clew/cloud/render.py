@@ -249,11 +249,10 @@ def _serving(recipe: Recipe, needed: Callable[[str, str], str], unset: dict[str,
         root = Path(str(recipe.runtime.shared_dir))
         found = HubFolder(source, (model.subfolder or "").strip("/"), model.revision or "main", root)
         source = str(found.folder(commit or "SET-model.revision"))
-    name = PurePosixPath(model.subfolder or model.path).name
     return {
         "serve_image": needed("serve_image", f"an image with ray[llm] {RAY}, e.g. one of rayproject/ray-llm"),
         "adapters": needed("adapters", "the S3 prefix that adapters are exported to, s3://bucket/prefix"),
-        "model_id": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or "base",
+        "model_id": model.served_name,
         "model_source": source,
         "lora_room": next(room for room in _LORA_RANKS if room >= rank),
         "frames": recipe.environment.max_turns,
