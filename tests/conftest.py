@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads of several processes on few cores spin against each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -168,3 +169,28 @@ def contents(run_dir: Path) -> dict[str, str]:
     summary = json.loads((run_dir / "summary.json").read_text())
     timeless = {key: value for key, value in summary.items() if key not in ("wall_s", "cost")}
     return {**found, "summary.json": json.dumps(timeless)}
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """Address of a real S3 server."""
+    from s3_server import s3_server
+
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of that server, with an empty bucket; the environment is that of its account."""
+    from s3_server import BUCKET, account, boto3
+
+    for key, value in account(s3).items():
+        monkeypatch.setenv(key, value)
+    client = boto3.session.Session().client("s3")
+    client.create_bucket(Bucket=BUCKET)
+    yield client
+    keys = [{"Key": entry["Key"]} for entry in client.list_objects_v2(Bucket=BUCKET).get("Contents", ())]
+    if keys:
+        client.delete_objects(Bucket=BUCKET, Delete={"Objects": keys})
+    client.delete_bucket(Bucket=BUCKET)

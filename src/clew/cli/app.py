@@ -157,14 +157,16 @@ def sft(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
-    to: Annotated[Path, typer.Option("--to", help="Folder to write: a PEFT adapter with its card.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="DIR|s3://BUCKET/PREFIX", help="Folder to write, or where to publish.")
+    ],
     step: Annotated[str, typer.Option("--step", help="best, or the number of a step.")] = "best",
 ) -> None:
-    """Copy an adapter out of a run, ready to serve."""
-    from clew.runtime.adapters import copy_adapter
+    """Copy an adapter out of a run, ready to serve, or publish it in S3 under a name of its own."""
+    from clew.cli.export import run_export
 
     place.run_dir = run
-    print(f"adapter: {copy_adapter(run, step, to)}")
+    run_export(run, step, to)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -13,9 +14,10 @@ from peft import PeftModel
 
 from clew.checkpoint import DamagedCheckpoint, verify, write_directory
 from clew.envs.base import ImageEnv
+from clew.envs.registry import make_env
 from clew.errors import UserError
 from clew.policy.adapter import Adapter, read_adapter, tensors_hash, write_adapter
-from clew.policy.model import VisionLanguageModel, collate, hidden_states
+from clew.policy.model import VisionLanguageModel, collate, hidden_states, load_model
 from clew.policy.vision import encode
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,21 @@ def adapter_effect(vlm: VisionLanguageModel, policy: PeftModel, env: ImageEnv) -
         return float((adapted - last_logits()).abs().max())
 
 
+def stored_effect(base: str, dtype: torch.dtype, folder: Path, env_id: str, settings: dict[str, Any]) -> float:
+    """``adapter_effect`` of an adapter folder on its base model, which is loaded on the CPU.
+
+    Raises:
+        UserError: the model can't be loaded, or PEFT can't put the adapter on it.
+    """
+    vlm = load_model(base, dtype)
+    try:
+        policy = PeftModel.from_pretrained(vlm.model, folder, use_safetensors=True).eval()
+    except (ValueError, RuntimeError, KeyError) as error:  # RuntimeError: of torch, for shapes that differ
+        raise UserError(f"{folder} does not fit {base} ({str(error).splitlines()[0]})") from error
+    with contextlib.closing(make_env(env_id, **settings)) as env:
+        return adapter_effect(vlm, policy, env)
+
+
 def export_adapter(adapter: Adapter, folder: Path, card: dict[str, Any], effect: float) -> Path:
     """Writes an adapter folder (PEFT files, card, manifest last) and proves that what was written is the adapter.
 
@@ -64,12 +81,18 @@ def export_adapter(adapter: Adapter, folder: Path, card: dict[str, Any], effect:
         "sha256": adapter.content_hash,
         "base_model": card["base_model"],
         "base_sha256": card["base_sha256"],
+        "effect": shown_effect(effect),
     }
     if not _is_there(folder, facts):
         write_directory(folder, write, facts)
     if tensors_hash(read_adapter(folder).tensors) != adapter.content_hash:
         raise UserError(f"{folder}: the exported weights differ from the trained ones; is the disk damaged?")
     return folder
+
+
+def shown_effect(effect: float) -> float:
+    """An effect as cards and manifests state it: four digits."""
+    return float(f"{effect:.4g}")
 
 
 def _is_there(folder: Path, facts: dict[str, Any]) -> bool:
@@ -95,14 +118,26 @@ def _is_there(folder: Path, facts: dict[str, Any]) -> bool:
 
 
 def model_card(adapter: Adapter, card: dict[str, Any], effect: float) -> str:
-    """The model card, in the form that model hubs read."""
-    evaluation = card.get("evaluation")
+    """The model card, in the form that model hubs read.
+
+    Args:
+        card: see ``export_adapter``. ``confirmed``, if it is there, holds the counts of the best step played again
+            (``again``) and on tasks that never were used before (``unseen``); ``trainer`` is who trained, if not Clew.
+    """
+    evaluation, confirmed = card.get("evaluation"), card.get("confirmed")
     solved = (
         f"{evaluation['solved']}/{evaluation['total']} of the held-out tasks, sampled "
         f"(95 % interval {evaluation['ci95'][0]:.3f}-{evaluation['ci95'][1]:.3f})"
         if evaluation
         else "not evaluated at this step"
     )
+    if confirmed:
+        again, unseen = confirmed["again"], confirmed["unseen"]
+        solved += (
+            f" |\n| confirmed | {again['solved']}/{again['total']} of the same tasks with fresh draws, "
+            f"{unseen['solved']}/{unseen['total']} of tasks never looked at before "
+            f"(95 % interval {unseen['ci95'][0]:.3f}-{unseen['ci95'][1]:.3f})"
+        )
     return f"""---
 library_name: peft
 base_model: {card["base_model"]}
@@ -111,7 +146,7 @@ tags: [lora, grpo, vision-language, clew]
 # {adapter.name}
 
 A LoRA adapter (rank {adapter.config["r"]}, alpha {adapter.config["lora_alpha"]}) trained by reinforcement learning
-(GRPO) with Clew.
+(GRPO) with {card.get("trainer", "Clew")}.
 
 | fact | value |
 |---|---|

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 import tomli_w
@@ -59,6 +61,12 @@ class ModelTable(Table):
     """Where the model lives; "auto" is CUDA where there is one, otherwise the CPU."""
     lora: LoraTable = LoraTable()
     """The adapter."""
+
+    @property
+    def served_name(self) -> str:
+        """What a server calls this model in ``model = BASE:ADAPTER``: the last part of where it lies."""
+        last = PurePosixPath(self.subfolder or self.path.removeprefix("package:")).name
+        return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-") or "base"
 
 
 class GymnasiumTable(Table):

@@ -80,11 +80,16 @@ def exported(run_dir: Path) -> dict[int, Export]:
 
 
 def solve_rates(run_dir: Path, suite: str) -> dict[int, float]:
-    """Solve rate of a suite by step, from what SkyRL wrote of its evaluations.
+    """Solve rate of a suite by step; see ``solved``."""
+    return {step: won / played for step, (won, played) in solved(run_dir, suite).items()}
 
-    Episodes that reached the goal, by those that no crash has ended: SkyRL's own ``pass_at_1`` counts every reward.
+
+def solved(run_dir: Path, suite: str) -> dict[int, tuple[int, int]]:
+    """Solved and played tasks of a suite by step, from what SkyRL wrote of its evaluations.
+
+    Episodes that reached the goal, and those that no crash has ended: SkyRL's own ``pass_at_1`` counts every reward.
     """
-    rates = {}
+    counts = {}
     for file in Places(run_dir).exports.glob(f"{_EVALS}/{PREFIX}*_evals/aggregated_results.jsonl"):
         number = file.parent.name.removeprefix(PREFIX).removesuffix("_evals")
         try:
@@ -94,8 +99,8 @@ def solve_rates(run_dir: Path, suite: str) -> dict[int, float]:
             continue
         prefix = f"eval/all/environment/{file_stem(suite)}/"
         if number.isdecimal() and figures.get(f"{prefix}episodes"):
-            rates[int(number)] = figures[f"{prefix}solved"] / figures[f"{prefix}episodes"]
-    return rates
+            counts[int(number)] = (round(figures[f"{prefix}solved"]), round(figures[f"{prefix}episodes"]))
+    return counts
 
 
 def adapter_folder(export: Export) -> Path:
