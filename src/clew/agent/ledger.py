@@ -40,7 +40,7 @@ class StopReason(enum.StrEnum):
 class Turn:
     """One exchange: what was shown, what was answered, what came of it.
 
-    ``start``/``end`` delimit the sampled answer in the trajectory's token ids.
+    ``start``/``end`` delimit the sampled answer in the trajectory's token ids, where those are known.
     """
 
     text: str
@@ -48,6 +48,7 @@ class Turn:
     start: int = 0
     end: int = 0
     answer: str = ""
+    answered: bool = False  # whether it was the agent's turn; its answer may be empty, or cut
     feedback: str = ""
     action: str | None = None  # what the environment understood, where it says so
     reward: float = 0.0
@@ -66,6 +67,10 @@ class Trajectory:
         grids: (t, h, w) patches of each image, in order of appearance.
         turns: the exchanges, with their frames.
         policy_version: name of the adapter that sampled the tokens.
+        prompt: the environment's instructions, which the first observation is shown with.
+
+    An endpoint that is reached as text gives no token ids: there is no token record then (``token_ids``, ``sampled``,
+    ``logprobs`` and ``grids`` stay empty), and nothing to train on.
     """
 
     task: Task
@@ -81,6 +86,7 @@ class Trajectory:
     reward: float = 0.0
     success: bool = False
     policy_version: str = ""
+    prompt: str = ""
 
     def append_prompt(self, ids: list[int], grid: tuple[int, int, int] | None = None) -> None:
         """Appends tokens that the policy did not sample, with the grid of the image they hold."""

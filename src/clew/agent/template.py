@@ -37,7 +37,7 @@ class ChatTemplate:
 
     def opening(self, prompt: str, text: str, n_image_tokens: int) -> list[int]:
         """Ids of the first user turn (image, instructions, observation text) up to the first answer."""
-        return self._expand(self._pieces("opening", _join(prompt, text)), n_image_tokens)
+        return self._expand(self._pieces("opening", opening_text(prompt, text)), n_image_tokens)
 
     def continuation(self, text: str, n_image_tokens: int, *, ended: bool) -> list[int]:
         """Ids between two answers: the rest of the last turn, the new observation, the head of the next answer.
@@ -71,5 +71,6 @@ class ChatTemplate:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def _join(prompt: str, text: str) -> str:
+def opening_text(prompt: str, text: str) -> str:
+    """What the first user turn says: the instructions, then the text of the first observation if it has any."""
     return f"{prompt}\n{text}" if text else prompt

@@ -113,6 +113,49 @@ def evaluate(
 
 
 @app.command()
+def play(
+    model: Annotated[str, typer.Option("--model", help="As the server names it: BASE or BASE:ADAPTER.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="[RECIPE]", help="Whose suites and settings are played: a shipped recipe, a TOML file."),
+    ] = "laptop",
+    overrides: Overrides = None,
+    url: Annotated[str, typer.Option("--url", help="The server.")] = "http://127.0.0.1:8000",
+    suite: Annotated[
+        str | None, typer.Option("--suite", help="The suite to play; the recipe's first if not given.")
+    ] = None,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Draw answers at the recipe's temperature; the likeliest if not given.")
+    ] = False,
+    step: Annotated[
+        int, typer.Option("--step", min=0, help="With --sampled: the step whose evaluation's draws are repeated.")
+    ] = 0,
+    compare: Annotated[
+        Path | None, typer.Option("--compare", help="Hold it against this file of a run: eval/step-*/SUITE.MODE.json.")
+    ] = None,
+    gifs: Annotated[Path | None, typer.Option("--gifs", help="Write a few episodes to this folder.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result, episode by episode, to this file.")
+    ] = None,
+    clients: Annotated[int, typer.Option("--clients", min=1, max=256, help="Requests on their way at a time.")] = 8,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="File that holds the API key; CLEW_API_KEY if not given.")
+    ] = None,
+) -> None:
+    """Play a suite with a model that a server offers, and count what is solved."""
+    from clew.cli.play import Asked, run_play
+
+    run_play(
+        recipe,
+        overrides or [],
+        Asked(url, model, suite, "sampled" if sampled else "greedy", step, clients, api_key_file),
+        compare,
+        gifs,
+        json_file,
+    )
+
+
+@app.command()
 def prepare(
     recipe: RecipeName,
     overrides: Overrides = None,

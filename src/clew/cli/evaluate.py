@@ -12,6 +12,7 @@ from rich.table import Table
 
 from clew.checkpoint import write_file_atomic
 from clew.errors import UserError
+from clew.evaluation.evaluate import Result
 from clew.recipe import Recipe, load_recipe
 from clew.report.progress import Progress
 from clew.runtime.adapters import exported_steps, find_adapter, find_subject
@@ -37,12 +38,8 @@ def run_eval(
         raise UserError("--run and --model exclude each other: a run knows its model")
     if run is None and model is None and policy == "model":
         raise UserError("give --run DIR or --model PATH, or a --policy that needs no model")
-    if json_file is not None and json_file.is_dir():
-        raise UserError(f"--json {json_file} is a folder: name a file")
-    if json_file is not None:  # said now and not after minutes of play
-        place = next(folder for folder in Path(os.path.abspath(json_file)).parents if folder.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            raise UserError(f"--json {json_file} can't be written: {place} is a file or closed to you; name another")
+    if json_file is not None:
+        refuse_unwritable(json_file)
     model, adapter = find_subject(model, adapter)
     recipe, step = _recipe(overrides, run, model, suite), 0
     check_supported(recipe)
@@ -62,6 +59,28 @@ def run_eval(
         subject,
         lambda r: progress.evaluation(r.suite, r.mode, r.solved, r.total, r.ci95, step=step),
     )
+    console.print(results_table(results))
+    if adapter is not None:
+        console.print(f"adapter: {adapter}", markup=False, highlight=False, soft_wrap=True)
+    if json_file is not None:
+        write_file_atomic(json_file, json.dumps(record(recipe, subject, results), indent=1) + "\n")
+
+
+def refuse_unwritable(json_file: Path) -> None:
+    """Says now, and not after minutes of play, that a file can't be written.
+
+    Raises:
+        UserError: it is a folder, or in a place that is closed.
+    """
+    if json_file.is_dir():
+        raise UserError(f"--json {json_file} is a folder: name a file")
+    place = next(folder for folder in Path(os.path.abspath(json_file)).parents if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(f"--json {json_file} can't be written: {place} is a file or closed to you; name another")
+
+
+def results_table(results: list[Result]) -> Table:
+    """What was found, a row a result."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("suite", no_wrap=True)
     table.add_column("mode")
@@ -74,11 +93,7 @@ def run_eval(
         )
         rate, counts = f"{result.solve_rate:.1%}", f"{result.solved}/{result.total}"
         table.add_row(result.suite, result.mode, counts, rate, f"{low:.1%} - {high:.1%}", lengths)
-    console.print(table)
-    if adapter is not None:
-        console.print(f"adapter: {adapter}", markup=False, highlight=False, soft_wrap=True)
-    if json_file is not None:
-        write_file_atomic(json_file, json.dumps(record(recipe, subject, results), indent=1) + "\n")
+    return table
 
 
 def _recipe(overrides: list[str], run: Path | None, model: str | None, suite: str | None) -> Recipe:

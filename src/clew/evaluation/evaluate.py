@@ -26,7 +26,7 @@ from clew.errors import UserError
 from clew.evaluation.wilson import wilson_interval
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits
-from clew.rollout.rollouts import Rollouts
+from clew.rollout.rollouts import Plays
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Result:
 
 
 def evaluate(
-    rollouts: Rollouts,
+    rollouts: Plays,
     make_env: Callable[[], ImageEnv],
     suite: Suite,
     mode: str,
@@ -134,7 +134,7 @@ def _outcome(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _episode(trajectory: Trajectory) -> dict[str, Any]:
-    answered = [t for t in trajectory.turns if t.end > t.start]
+    answered = [t for t in trajectory.turns if t.answered]
     return {
         **_outcome(trajectory),
         "turns": len(answered),
@@ -284,10 +284,10 @@ def replay(trajectory: Trajectory, tokenizer: Any) -> dict[str, Any]:
         **_outcome(trajectory),
         "policy_version": trajectory.policy_version,
         "turns": [
-            {"frame": _png(t.frame), "text": t.text, "answer": t.answer, "feedback": t.feedback}
+            {"frame": png_base64(t.frame), "text": t.text, "answer": t.answer, "feedback": t.feedback}
             for t in trajectory.turns
         ],
-        "final_frame": None if trajectory.final_frame is None else _png(trajectory.final_frame),
+        "final_frame": None if trajectory.final_frame is None else png_base64(trajectory.final_frame),
         "tokens": _tokens(trajectory, tokenizer),
     }
 
@@ -309,7 +309,8 @@ def _tokens(trajectory: Trajectory, tokenizer: Any) -> list[dict[str, Any]]:
     return entries
 
 
-def _png(frame: np.ndarray) -> str:
+def png_base64(frame: np.ndarray) -> str:
+    """A uint8 RGB frame [height, width, 3] as a PNG file, in base64."""
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, format="PNG")
     return base64.b64encode(buffer.getvalue()).decode()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from clew.envs.base import Suite
 from clew.envs.navigators import REFERENCES, missing_reference
 from clew.envs.registry import make_env
 from clew.evaluation.evaluate import Result, SwappedFrames, blank_frames, evaluate, reference, write_result
@@ -14,7 +15,40 @@ from clew.evaluation.suites import RecipeSuites, token_budget
 from clew.recipe import Recipe
 from clew.rollout.engine import Sampling
 from clew.rollout.episodes import FrameFilter, Limits
-from clew.rollout.rollouts import Rollouts
+from clew.rollout.rollouts import Plays, Rollouts
+
+
+def play_suite(
+    recipe: Recipe, rollouts: Plays, suite: Suite, mode: str, step: int, see: FrameFilter | None = None
+) -> Result:
+    """Plays a suite once under the terms of a recipe, whoever samples: a figure means the same everywhere.
+
+    Args:
+        mode: ``greedy`` takes the likeliest tokens; any other draws at the recipe's temperature.
+        step: the training step evaluated; the draws derive from it, and from the mode.
+    """
+    return evaluate(
+        rollouts,
+        partial(make_env, suite.env_id, **suite.env_kwargs),
+        suite,
+        mode,
+        step,
+        suite_sampling(recipe, mode),
+        suite_limits(recipe, suite),
+        ("eval", recipe.training.seed, step, mode),
+        see,
+    )
+
+
+def suite_sampling(recipe: Recipe, mode: str) -> Sampling:
+    """How the answers of an evaluation are drawn."""
+    return Sampling(0.0 if mode == "greedy" else recipe.rollout.temperature, recipe.rollout.max_new_tokens)
+
+
+def suite_limits(recipe: Recipe, suite: Suite) -> Limits:
+    """Token and time budgets of a suite's episodes."""
+    budget = token_budget(recipe, suite.env_kwargs)
+    return Limits(budget, recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes)
 
 
 class Evaluator:
@@ -78,21 +112,7 @@ class Evaluator:
     def _play(
         self, name: str, mode: str, step: int, *, see: FrameFilter | None = None, replays: bool = False
     ) -> Result:
-        recipe, suite = self.recipe, self.suites.suite(name)
-        temperature = 0.0 if mode == "greedy" else recipe.rollout.temperature
-        result = evaluate(
-            self.rollouts,
-            partial(make_env, suite.env_id, **suite.env_kwargs),
-            suite,
-            mode,
-            step,
-            Sampling(temperature, recipe.rollout.max_new_tokens),
-            Limits(
-                token_budget(recipe, suite.env_kwargs), recipe.rollout.deadline_s, recipe.rollout.concurrent_episodes
-            ),
-            ("eval", recipe.training.seed, step, mode),
-            see,
-        )
+        result = play_suite(self.recipe, self.rollouts, self.suites.suite(name), mode, step, see)
         self._keep(result, replays=replays)
         return result
 

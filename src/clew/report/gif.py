@@ -1,9 +1,10 @@
-"""Two episodes on the same maze, side by side, as one animated GIF."""
+"""Episodes as one animated GIF: one alone, or several on the same maze side by side."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -13,6 +14,26 @@ Frame = bytes | np.ndarray | Image.Image
 # Okabe-Ito colours tell solved from failed for every kind of colour vision; the verdict says it in words too.
 _PAPER, _INK, _MUTED, _SOLVED, _FAILED = "#ffffff", "#1d1f23", "#666c75", "#00684d", "#a8430a"
 _PAD, _TITLE, _CAPTION, _LEAST_WIDTH = 12, 30, 46, 180  # pixels; the width holds a caption
+
+
+@dataclass(frozen=True)
+class Side:
+    """One episode of an animation.
+
+    Attributes:
+        frames: observations, the final one included: PNG bytes, uint8 RGB arrays [height, width, 3] or Pillow images.
+            Small ones are enlarged by whole factors, without smoothing.
+        label: what played.
+        captions: a line a frame, e.g. the action that was taken on seeing it; missing ones are left blank.
+        verdict: shown on the last frame, e.g. ``"solved in 8 turns"``.
+        solved: colours the verdict.
+    """
+
+    frames: Sequence[Frame]
+    label: str
+    captions: Sequence[str] = ()
+    verdict: str = ""
+    solved: bool = False
 
 
 def episode_gif(
@@ -27,46 +48,49 @@ def episode_gif(
     frame_ms: int = 500,
     hold_ms: int = 3000,
 ) -> bytes:
-    """Plays two episodes at the same pace; the one that ends first shows its verdict and waits.
+    """Two episodes as one animation (see ``Side`` and ``walk_gif``)."""
+    both = [
+        Side(frames, labels[i], captions[i], verdicts[i], solved[i])
+        for i, frames in enumerate((left_frames, right_frames))
+    ]
+    return walk_gif(both, side=side, frame_ms=frame_ms, hold_ms=hold_ms)
+
+
+def walk_gif(sides: Sequence[Side], *, side: int = 256, frame_ms: int = 500, hold_ms: int = 3000) -> bytes:
+    """Plays episodes at the same pace; one that ends before the others shows its verdict and waits.
 
     Args:
-        left_frames: observations of the left episode, the final one included: PNG bytes, uint8 RGB arrays
-            [height, width, 3] or Pillow images. Small ones are enlarged by whole factors, without smoothing.
-        right_frames: the same for the right episode.
-        labels: what each side is.
-        captions: a line a frame, e.g. the action that was taken on seeing it; missing ones are left blank.
-        verdicts: shown on a side's last frame, e.g. ``"solved in 8 turns"``.
-        solved: colours the verdict.
         side: width and height of each picture in pixels, at most.
         frame_ms: milliseconds a frame. hold_ms: milliseconds on the last frame.
 
     Returns:
-        The GIF's bytes: ``max(len(left_frames), len(right_frames))`` frames, looping for ever.
+        The GIF's bytes: as many frames as the longest episode has, looping for ever.
 
     Raises:
         ValueError: a side without frames.
     """
-    if not left_frames or not right_frames:
+    if not all(one.frames for one in sides):
         raise ValueError("each side needs at least one frame")
-    sides = [[fit(f, side) for f in frames] for frames in (left_frames, right_frames)]
-    height = max(picture.height for pictures in sides for picture in pictures)
-    width = max(_LEAST_WIDTH, *(picture.width for pictures in sides for picture in pictures))
-    count = max(len(pictures) for pictures in sides)
+    shown = [[fit(f, side) for f in one.frames] for one in sides]
+    height = max(picture.height for pictures in shown for picture in pictures)
+    width = max(_LEAST_WIDTH, *(picture.width for pictures in shown for picture in pictures))
+    count = max(len(pictures) for pictures in shown)
+    size = (len(sides) * (width + _PAD) + _PAD, _TITLE + height + _CAPTION + _PAD)
     canvases: list[Image.Image] = []
     for index in range(count):
-        canvas = Image.new("RGB", (2 * width + 3 * _PAD, _TITLE + height + _CAPTION + _PAD), _PAPER)
+        canvas = Image.new("RGB", size, _PAPER)
         pen = ImageDraw.Draw(canvas)
-        for which, pictures in enumerate(sides):
+        for which, (one, pictures) in enumerate(zip(sides, shown, strict=True)):
             x = _PAD + which * (width + _PAD)
             last = index >= len(pictures) - 1
             picture = pictures[min(index, len(pictures) - 1)]
-            _write(pen, (x, 8), labels[which], _INK, 15, width)
+            _write(pen, (x, 8), one.label, _INK, 15, width)
             canvas.paste(picture, (x + (width - picture.width) // 2, _TITLE + (height - picture.height) // 2))
             y = _TITLE + height + 6
             if last:
-                _write(pen, (x, y), verdicts[which], _SOLVED if solved[which] else _FAILED, 15, width)
+                _write(pen, (x, y), one.verdict, _SOLVED if one.solved else _FAILED, 15, width)
             else:
-                lines = captions[which]
+                lines = one.captions
                 _write(pen, (x, y), lines[index] if index < len(lines) else "", _INK, 15, width)
             turns = len(pictures) - 1
             _write(pen, (x, y + 20), f"turn {min(index, turns)} of {turns}", _MUTED, 12, width)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from clew.agent.ledger import Trajectory
+from clew.agent.ledger import StopReason, Trajectory
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,15 @@ class Completion:
         ids: the sampled tokens, the end of turn included when it was sampled.
         logprobs: their log-probabilities in nats.
         ended: whether the end of turn was sampled (otherwise the answer was cut).
+        text: the answer in words, from an engine that gives no ids.
+        stop: why the episode ends here, from an engine that has no answer to give.
     """
 
     ids: list[int]
     logprobs: list[float]
     ended: bool
+    text: str = ""
+    stop: StopReason | None = None
 
 
 class Engine(Protocol):

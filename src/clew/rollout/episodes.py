@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -28,12 +28,38 @@ MakeEnv = Callable[[], ImageEnv]
 FrameFilter = Callable[[np.ndarray, Trajectory], np.ndarray]
 
 
+class Notation(Protocol):
+    """How the turns of an episode are written down for an engine, and an engine's answer is read."""
+
+    def show(self, trajectory: Trajectory, text: str, frame: np.ndarray) -> None:
+        """Appends an observation, the first or the next one, to the record of tokens: all of it, or nothing."""
+        ...
+
+    def read(self, completion: Completion) -> str:
+        """The answer in words, without its end of turn."""
+        ...
+
+
 @dataclass(frozen=True)
 class Player:
-    """What turns observations into tokens: the model folder's template and image processor."""
+    """The notation of a model folder: its template and image processor turn observations into tokens."""
 
     template: ChatTemplate
     patcher: FramePatcher
+
+    def show(self, trajectory: Trajectory, text: str, frame: np.ndarray) -> None:
+        """See ``Notation.show``."""
+        grid = self.patcher.grid(frame)
+        count = grid[0] * grid[1] * grid[2] // self.patcher.merge**2
+        if trajectory.turns:
+            ids = self.template.continuation(text, count, ended=True)  # a cut answer ends the episode
+        else:
+            ids = self.template.opening(trajectory.prompt, text, count)
+        trajectory.append_prompt(ids, grid)
+
+    def read(self, completion: Completion) -> str:
+        """See ``Notation.read``."""
+        return self.template.tokenizer.decode(completion.ids[:-1] if completion.ended else completion.ids)
 
 
 @dataclass(frozen=True)
@@ -58,7 +84,7 @@ class _Episode:
     """
 
     def __init__(
-        self, attempt: Attempt, player: Player, make_env: MakeEnv, calls: EnvCalls[_Episode], see: FrameFilter | None
+        self, attempt: Attempt, player: Notation, make_env: MakeEnv, calls: EnvCalls[_Episode], see: FrameFilter | None
     ) -> None:
         self.attempt, self.player, self.make_env, self.calls, self.see = attempt, player, make_env, calls, see
         self.replayed = self.answered = False
@@ -111,20 +137,13 @@ class _Episode:
                 f"the task says {task.content_hash}: its settings differ from those of the task list"
             )
         self.trajectory.path_length = info.get("path_length")
-        self._show(observation, opening=True)
+        self.trajectory.prompt = self.env.prompt
+        self._show(observation)
 
-    def _show(self, observation: Observation, *, opening: bool = False) -> None:
+    def _show(self, observation: Observation) -> None:
         frame = self.see(observation.image, self.trajectory) if self.see else observation.image
-        grid = self.player.patcher.grid(frame)
-        count = grid[0] * grid[1] * grid[2] // self.player.patcher.merge**2
-        template = self.player.template
-        if opening:
-            assert self.env is not None
-            ids = template.opening(self.env.prompt, observation.text, count)
-        else:
-            ids = template.continuation(observation.text, count, ended=True)  # a cut answer ends the episode
         # Text, image and grid are committed together or not at all.
-        self.trajectory.append_prompt(ids, grid)
+        self.player.show(self.trajectory, observation.text, frame)
         self.trajectory.turns.append(Turn(observation.text, frame))
 
     def fits(self, limits: Limits, sampling: Sampling) -> bool:
@@ -133,12 +152,14 @@ class _Episode:
     def answer(self, completion: Completion) -> None:
         """Records an answer and has the environment play it."""
         assert self.env is not None
+        if completion.stop is not None:
+            self.stop(completion.stop)
+            return
         trajectory, turn = self.trajectory, self.trajectory.turns[-1]
         turn.start = len(trajectory.token_ids)
         trajectory.append_sampled(completion.ids, completion.logprobs)
         turn.end = len(trajectory.token_ids)
-        text_ids = completion.ids[:-1] if completion.ended else completion.ids
-        turn.answer = self.player.template.tokenizer.decode(text_ids)
+        turn.answer, turn.answered = self.player.read(completion), True
         if not completion.ended:
             self.stop(StopReason.TURN_TOKENS)
             return
@@ -218,7 +239,7 @@ class _Episode:
 
 def play(
     engine: Engine,
-    player: Player,
+    player: Notation,
     make_env: MakeEnv,
     attempts: Sequence[tuple[Task, int]],
     sampling: Sampling,
@@ -242,7 +263,7 @@ def play(
 
 def play_feed(
     engine: Engine,
-    player: Player,
+    player: Notation,
     make_env: MakeEnv,
     feed: Feed,
     sampling: Sampling,

@@ -19,22 +19,8 @@ from clew.rollout.episodes import FrameFilter, Limits, MakeEnv, Player, play
 from clew.rollout.transformers_engine import TransformersEngine
 
 
-class Rollouts(Protocol):
-    """Plays episodes under one policy version.
-
-    Attributes:
-        player: what turns observations into tokens.
-        device: what the engines compute on, in words.
-        devices: how many of those the run occupies.
-    """
-
-    player: Player
-    device: str
-    devices: int
-
-    def load(self, version: Adapter | StoredAdapter | None) -> None:
-        """Makes every engine sample under this version (None: the base model); returns when all of them do."""
-        ...
+class Plays(Protocol):
+    """Plays episodes under one policy version."""
 
     def play(
         self,
@@ -50,6 +36,24 @@ class Rollouts(Protocol):
 
     def release(self) -> None:
         """Forgets what engines keep of the episodes played."""
+        ...
+
+
+class Rollouts(Plays, Protocol):
+    """Plays episodes under the policy version that it is given.
+
+    Attributes:
+        player: what turns observations into tokens.
+        device: what the engines compute on, in words.
+        devices: how many of those the run occupies.
+    """
+
+    player: Player
+    device: str
+    devices: int
+
+    def load(self, version: Adapter | StoredAdapter | None) -> None:
+        """Makes every engine sample under this version (None: the base model); returns when all of them do."""
         ...
 
 
