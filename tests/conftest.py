@@ -144,12 +144,37 @@ def small_recipe(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def quick_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of six short steps, from the shipped model: it learns, so runs can be told apart."""
+    path = tmp_path_factory.mktemp("recipe") / "quick.toml"
+    text = RECIPE.format(model="package:warm-start").replace('"small"', '"quick"')
+    for old, new in (
+        ("steps = 4", "steps = 6"),
+        ("\nsize = 8", "\nsize = 4"),
+        ("interval = 2\nconf", "interval = 6\nconf"),
+    ):
+        text = text.replace(old, new)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture(scope="session")
 def finished_run(small_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run, made by a process of its own. Not to be changed: copy it."""
     run_dir = tmp_path_factory.mktemp("run") / "whole"
     outcome = finish_clew(start_clew("train", small_recipe, "--run", run_dir))
     assert outcome.code == 0, outcome.err
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[Any]:
+    """A Ray cluster of one machine that takes jobs (a ``ray_head.RayHead``), for all tests that need no other."""
+    from ray_head import RayHead
+
+    head = RayHead()
+    yield head
+    head.close()
 
 
 def contents(run_dir: Path) -> dict[str, str]:

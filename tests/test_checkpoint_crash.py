@@ -9,6 +9,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -277,6 +278,23 @@ def test_a_stale_name_in_the_lock_file_is_not_blamed(tmp_path):
         (tmp_path / ".lock").write_text("")
         with pytest.raises(UserError, match="is being written by another process"):
             RunLock(tmp_path).acquire()
+    finally:
+        end(child)
+
+
+def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, caplog):
+    """A shared file system holds it until it has given the machine up; a process of this one is not waited for."""
+    child = hold(tmp_path)
+    try:
+        with pytest.raises(UserError, match=f"process {child.pid} on "):
+            RunLock(tmp_path, patience_s=60).acquire()
+        (tmp_path / ".lock").write_text(json.dumps({"pid": child.pid, "host": "a-machine-that-is-gone"}))
+        with pytest.raises(UserError, match="on a-machine-that-is-gone"):
+            RunLock(tmp_path, patience_s=0.1).acquire()
+        threading.Timer(0.5, child.kill).start()
+        with RunLock(tmp_path, patience_s=60):
+            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        assert "waiting for it" in caplog.text
     finally:
         end(child)
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 import time
@@ -17,6 +18,7 @@ from clew.checkpoint.staging import make_directory, process_start, write_error
 from clew.errors import UserError
 
 LOCK_NAME = ".lock"
+log = logging.getLogger(__name__)
 _NAMING_S = 0.5  # what a holder may take to write its name into the file it locked
 
 
@@ -25,26 +27,32 @@ class RunLock:
 
     A context manager, or `acquire()` and `release()`. The lock is on RUN/.lock, a file that stays. File
     systems shared between hosts must support `flock` (FSx for Lustre: mount option `flock`).
+
+    Args:
+        run_dir: the directory to lock; made if it is not there.
+        patience_s: seconds for which a lock of another host is waited for. A shared file system holds the lock of a
+            host that is lost until it has given the host up, which takes minutes.
     """
 
     # flock and not POSIX locks: those vanish when any part of the process opens and closes the file (copying
     # the run directory does), and do not exclude a second lock in the same process.
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = Path(os.path.abspath(run_dir)) / LOCK_NAME
+    def __init__(self, run_dir: Path, patience_s: float = 0.0) -> None:
+        self.path, self.patience_s = Path(os.path.abspath(run_dir)) / LOCK_NAME, patience_s
         self._descriptor: int | None = None
+        self._told = False
 
     def acquire(self) -> RunLock:
         """Take the lock, creating the run directory if needed. UserError names the process that holds it."""
         owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
         try:
             make_directory(self.path.parent)
-            deadline = time.monotonic() + _NAMING_S
+            began = time.monotonic()
             while self._descriptor is None:
                 try:
                     self._try_lock()
                 except BlockingIOError:
-                    self._refuse(final=time.monotonic() > deadline)
+                    self._refuse(time.monotonic() - began)
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, owner.encode(), 0)
         except OSError as err:
@@ -98,20 +106,27 @@ class RunLock:
                 "with them (Lustre: option `flock`) or choose another run directory with --run"
             ) from err
 
-    def _refuse(self, final: bool) -> None:
-        """UserError naming the living process that the lock file names.
+    def _refuse(self, waited_s: float) -> None:
+        """UserError naming the living process that the lock file names, or a return after a pause.
 
         A dead or missing name is a holder about to write its own, or a killed one whose forked worker has not
-        yet closed its copy: return after a pause, unless `final`.
+        yet closed its copy; one of another host may be lost with it.
         """
         try:
             owner = json.loads(self.path.read_text())
             pid, host = int(owner["pid"]), str(owner["host"])
         except (OSError, ValueError, KeyError, TypeError):
             pid, host = 0, ""
-        named = bool(pid) and (host != socket.gethostname() or process_start(pid) is not None)
-        if not named and not final:
+        elsewhere = bool(pid) and host != socket.gethostname()
+        named = elsewhere or (bool(pid) and process_start(pid) is not None)
+        if not named and waited_s <= _NAMING_S:
             time.sleep(0.02)
+            return
+        if elsewhere and waited_s < self.patience_s:
+            if not self._told:
+                log.warning("%s is locked by process %d on %s; waiting for it", self.path.parent, pid, host)
+            self._told = True
+            time.sleep(1)
             return
         last = f" (the last one known is {pid} on {host})" if pid else ""
         holder = f"process {pid} on {host}" if named else f"another process{last}"

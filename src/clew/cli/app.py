@@ -41,6 +41,14 @@ Overrides = Annotated[
     typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe, e.g. training.steps=50."),
 ]
 
+Address = Annotated[
+    str,
+    typer.Option("--address", help="http://HOST:8265, https://HOST, or sagemaker_ray://CLUSTER/NAMESPACE."),
+]
+JobId = Annotated[
+    str | None, typer.Argument(metavar="[ID]", help="Id of the job; may be left out where one of Clew's is live.")
+]
+
 
 def _print_version(asked: bool) -> None:
     if asked:
@@ -234,6 +242,56 @@ def doctor(
 
     if not show(load_recipe(recipe, overrides or ()) if recipe else None):
         raise typer.Exit(1)
+
+
+@app.command()
+def submit(
+    recipe: RecipeName,
+    address: Address,
+    overrides: Overrides = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", help="Run directory there; runtime.shared_dir/runs/RECIPE-seedN if not given."),
+    ] = None,
+    retry: Annotated[
+        int, typer.Option("--retry", min=0, help="How often to submit again when driver or machines are lost.")
+    ] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", help="Show its log until it ends; else only submit.")
+    ] = True,
+) -> None:
+    """Train on a Ray cluster as a job; follows the job of the run if there is one."""
+    from clew.cli.submit import submit as submit_run
+
+    submit_run(recipe, overrides or [], address, run, retry, follow)
+
+
+@app.command()
+def status(address: Address, job: JobId = None) -> None:
+    """Show the jobs on a cluster, or all about one."""
+    from clew.cli.submit import status as show_status
+
+    show_status(job, address)
+
+
+@app.command()
+def logs(
+    address: Address,
+    job: JobId = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the job ends.")] = False,
+) -> None:
+    """Show the log of a job."""
+    from clew.cli.submit import logs as show_logs
+
+    show_logs(job, address, follow)
+
+
+@app.command()
+def stop(address: Address, job: JobId = None) -> None:
+    """Stop a job; the run is saved first, and `clew submit` goes on with it."""
+    from clew.cli.submit import stop as stop_job
+
+    stop_job(job, address)
 
 
 @cluster.command("plan")

@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from clew import __version__
 from clew.checkpoint import write_file_atomic
+from clew.cloud.command import entrypoint, refuse_own_folder
 from clew.errors import UserError
 from clew.recipe import WARM_START, Recipe
 from clew.runtime.hub_folder import HubFolder
@@ -112,7 +113,7 @@ def scalar(text: str) -> str:
 
 
 def _check_recipe(recipe: Recipe) -> None:
-    runtime, path = recipe.runtime, recipe.model.path
+    runtime = recipe.runtime
     if runtime.kind == "local":
         raise UserError('runtime.kind = "local" needs no cluster: render with runtime.kind=ray or runtime.kind=skyrl')
     if runtime.shared_dir is None:
@@ -128,11 +129,7 @@ def _check_recipe(recipe: Recipe) -> None:
         raise UserError(
             f"runtime.address = {json.dumps(runtime.address)} is another cluster than the rendered one: leave it out"
         )
-    if path != WARM_START and (path.startswith((".", "~")) or (Path(path).exists() and not path.startswith("/"))):
-        raise UserError(
-            f"model.path = {json.dumps(path)} is a folder of this machine, which pods don't see: copy it below "
-            f"{runtime.shared_dir} and name it there, or name a hub's"
-        )
+    refuse_own_folder(recipe)
 
 
 def _check_folder(to: Path) -> None:
@@ -173,7 +170,6 @@ def _facts(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[str
     shared_dir = str(runtime.shared_dir)
     run_dir = str(PurePosixPath(shared_dir) / default_run_dir(recipe))
     there = f"{RECIPE_DIR}/recipe.toml"
-    steps = [["clew", "prepare", there], ["clew", "train", there, "--run", run_dir]]
     served = gpus > 0 and recipe.model.path != WARM_START
     facts = {
         "recipe": recipe,
@@ -192,7 +188,7 @@ def _facts(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[str
         "run_dir": printable(run_dir),
         "recipe_dir": RECIPE_DIR,
         "recipe_toml": printable(recipe.to_toml()),
-        "entrypoint": " && ".join(map(shlex.join, steps)),
+        "entrypoint": entrypoint(there, run_dir, prepare=True),
         "retries": RETRIES,
         "address": f"sagemaker_ray://{name}/{cluster.namespace}",
         "command": printable(shlex.join(["clew", "cluster", "render", *arguments, "--to", str(to)])),

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from clew.runtime.engine_fleet import RayRollouts
 from clew.runtime.engine_workers import FEEDING, EngineWorker
 from clew.runtime.placement import Placement, place
 from clew.runtime.policy_workers import PolicyWorker, RayPolicy
-from clew.runtime.process import cores
+from clew.runtime.process import MACHINES_BACK_S, cores, in_job
 from clew.runtime.ray_metrics import RayMetrics
 from clew.runtime.run_directory import RECIPE
 from clew.training.run_state import next_session
@@ -52,7 +53,7 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
     run_dir, recipe = Path(os.path.abspath(run_dir)), _seen_from_anywhere(recipe)
     placement = place(recipe)
     with _connected(recipe):
-        machines = _machines(placement)
+        machines = _machines(placement, MACHINES_BACK_S if in_job() else 0.0, note)
         gpus, cpus = sum(m.get("GPU", 0.0) for m in machines), min(m["CPU"] for m in machines)
         plan = plan_devices(recipe, placement, gpus, cpus)
         if plan.device == "cuda":
@@ -142,19 +143,31 @@ def _knock(address: str) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=10).close()
 
 
-def _machines(placement: Placement) -> list[dict[str, float]]:
+def _machines(placement: Placement, patience_s: float, note: Callable[[str], None]) -> list[dict[str, float]]:
     """What each machine that takes work has.
+
+    Args:
+        patience_s: seconds for which machines that are missing are waited for.
 
     Raises:
         UserError: there are fewer than the recipe places workers on.
     """
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
-    if len(machines) < len(placement.nodes):
-        raise UserError(
-            f"runtime.nodes = {len(placement.nodes)} but the Ray cluster has {len(machines)} that take work: "
-            "add machines, or lower runtime.nodes"
-        )
-    return machines
+    needed, until, told = len(placement.nodes), time.monotonic() + patience_s, False
+    while True:
+        machines = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+        if len(machines) >= needed:
+            return machines
+        if time.monotonic() >= until:
+            raise UserError(
+                f"runtime.nodes = {needed} but the Ray cluster has {len(machines)} that take work: "
+                "add machines, or lower runtime.nodes"
+            )
+        if not told:
+            note(
+                f"{len(machines)} of {needed} machines are there; waiting for the rest, up to {patience_s / 60:.0f} min"
+            )
+        told = True
+        time.sleep(1)
 
 
 def _check_gpus(placement: Placement, machines: list[dict[str, float]]) -> None:

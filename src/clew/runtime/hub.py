@@ -268,9 +268,9 @@ class _WaitingLock(RunLock):
         super().__init__(folder)
         self._say, self._said = say, False
 
-    def _refuse(self, final: bool) -> None:
+    def _refuse(self, waited_s: float) -> None:
         try:
-            super()._refuse(final)
+            super()._refuse(waited_s)
         except UserError as holder:
             if not self._said:
                 self._say(f"waiting: {str(holder).partition(';')[0]}")

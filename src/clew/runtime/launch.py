@@ -14,7 +14,7 @@ from clew.checkpoint import CheckpointStore, RunLock, clean_staging
 from clew.errors import Interrupted, UserError
 from clew.recipe import Recipe
 from clew.runtime.interrupt import StopRequest
-from clew.runtime.process import check_parts, check_supported, located, prepare_process
+from clew.runtime.process import LOCK_FREE_S, check_parts, check_supported, in_job, located, prepare_process
 from clew.runtime.run_directory import (
     SUMMARY,
     adopt,
@@ -66,7 +66,7 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
     ready = located(recipe)
     if fresh and (aside := set_aside(run_dir)) is not None:
         _say(console, f"the run that was here is kept in {aside}")
-    with RunLock(run_dir):
+    with RunLock(run_dir, LOCK_FREE_S if in_job() else 0.0):
         clean_staging(run_dir)
         going_on = has_results(run_dir)
         adopt(recipe, run_dir)

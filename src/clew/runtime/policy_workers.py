@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from clew.checkpoint import CheckpointStore, write_directory
 from clew.checkpoint.patience import with_patience
 from clew.errors import RunFailed, UserError
+from clew.observe.hung_jobs import post_rules, step_line
 from clew.policy.adapter import StoredAdapter, write_adapter
 from clew.recipe import Recipe
 from clew.runtime.devices import Whereabouts, whereabouts
@@ -31,13 +32,14 @@ _LAST_WORDS_S = 15.0
 
 
 class PolicyWorker:
-    """One rank, in a process of its own. Every method but ``address`` is called on all ranks together."""
+    """One rank, in a process of its own. All ranks are called together, but for ``address`` and ``watch``."""
 
     def __init__(self, recipe: Recipe, rank: int, ranks: int, device: str, backend: str, threads: int) -> None:
         torch.set_num_threads(threads)
         configure_environments(recipe)
         self.recipe, self.ranks, self.device, self.backend = recipe, Ranks(rank, ranks), device, backend
         self._stores: dict[Path, CheckpointStore] = {}  # a store knows what it has hashed already
+        self._watched = False
 
     def address(self) -> str:
         """A free port on this machine at which ranks can meet: HOST:PORT."""
@@ -69,6 +71,12 @@ class PolicyWorker:
         self._give_back()
         return whereabouts(self.device)
 
+    def watch(self) -> str | None:
+        """Has HyperPod watch this worker's output, where it can; returns a line about it (see ``post_rules``)."""
+        said = post_rules(self.recipe)
+        self._watched = said is not None
+        return said
+
     def _give_back(self) -> None:
         """Gives the memory that torch holds in reserve back to the device: a colocated engine needs it to wake up."""
         if self.device == "cuda":
@@ -82,6 +90,8 @@ class PolicyWorker:
         """See ``Policy.update``."""
         metrics = self.learner.update(*batch, step)
         self._give_back()
+        if self._watched:
+            print(step_line(step), flush=True)
         return metrics
 
     def publish(self, step: int, root: Path, session: int) -> StoredAdapter | None:
@@ -136,7 +146,19 @@ class RayPolicy:
             address = ray.get(first)
         except RayError:
             raise self._reason([first]) from None
-        return self._all("start", address, marker)
+        places: list[Whereabouts] = self._all("start", address, marker)
+        self._watch(places)
+        return places
+
+    def _watch(self, places: list[Whereabouts]) -> None:
+        """Asks the first rank of each machine to have itself watched for hangs."""
+        first = {place.node: worker for place, worker in reversed(list(zip(places, self.workers, strict=True)))}
+        try:
+            said = ray.get([worker.watch.remote() for worker in first.values()])
+        except RayError as error:
+            said = [f"warning: hung jobs are not watched for ({describe(cause_of(error))})"]
+        for line in dict.fromkeys(filter(None, said)):
+            self.note(line)
 
     def restore(self, folder: Path) -> None:
         """See ``Policy.restore``."""

@@ -9,6 +9,9 @@ from importlib.util import find_spec
 from clew.errors import UserError
 from clew.recipe import Recipe
 
+MACHINES_BACK_S, LOCK_FREE_S = 1800.0, 600.0
+"""Seconds for which a job waits for machines that are being replaced, and for the lock of one that is lost."""
+
 
 def check_supported(recipe: Recipe) -> None:
     """Refuses what a recipe may say and this version does not do.
@@ -51,6 +54,15 @@ def located(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
+def in_job() -> bool:
+    """Whether this process is the driver of a job that was submitted to a Ray cluster.
+
+    Then there is nobody to mend things at once, and the job before it may have been lost with its machines: what
+    they held and what they offered is waited for.
+    """
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
@@ -83,12 +95,22 @@ def check_parts(recipe: Recipe) -> None:
     Raises:
         UserError: names the key.
     """
-    from clew.envs.registry import make_env
-    from clew.evaluation.suites import environment_settings, suite_world
     from clew.policy.paths import resolve_device
 
     if recipe.runtime.kind == "local":  # the machines of a cluster have devices of their own
         resolve_device(recipe)
+    check_worlds(recipe)
+
+
+def check_worlds(recipe: Recipe) -> None:
+    """Makes the environments that a recipe names, once.
+
+    Raises:
+        UserError: names the key.
+    """
+    from clew.envs.registry import make_env
+    from clew.evaluation.suites import environment_settings, suite_world
+
     make_env(recipe.environment.id, **environment_settings(recipe)).close()
     for name in recipe.evaluation.suites:
         env_id, settings = suite_world(recipe, name)

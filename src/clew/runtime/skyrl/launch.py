@@ -13,7 +13,7 @@ from clew.envs.visgym.fork import VARIABLE as VISGYM
 from clew.errors import RunFailed, UserError
 from clew.recipe import Recipe, load_recipe
 from clew.runtime.hub_folder import HubFolder
-from clew.runtime.process import check_parts, check_supported, configure_environments, located
+from clew.runtime.process import LOCK_FREE_S, check_parts, check_supported, configure_environments, in_job, located
 from clew.runtime.run_directory import RECIPE, adopt, check_run_dir, refuse_changed_recipe, set_aside
 from clew.runtime.skyrl.checkpoints import prepare_resume
 from clew.runtime.skyrl.translate import Places, Translation, shell_words, translate
@@ -78,7 +78,7 @@ def launch_skyrl(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -
     config = validate(translation.overrides)
     if fresh and (aside := set_aside(run_dir)) is not None:
         _say(console, f"the run that was here is kept in {aside}")
-    with RunLock(run_dir):
+    with RunLock(run_dir, LOCK_FREE_S if in_job() else 0.0):
         refuse_changed_recipe(recipe, run_dir)
         ranks = recipe.runtime.nodes * recipe.runtime.workers_per_node
         resume = prepare_resume(places.checkpoints, ranks, places.exports)
