@@ -7,7 +7,7 @@ TORCHVISION := .venvs/torchvision/torchvision
 # Made anew when pyproject.toml changes, and only then.
 STAMP := .venv/installed-$(shell cksum < pyproject.toml | tr ' ' '-')
 
-.PHONY: setup demo rehearse test test-slow test-vllm test-skyrl lint clean
+.PHONY: setup demo rehearse test test-slow test-vllm test-serve-llm test-skyrl lint clean
 
 setup: $(STAMP)
 
@@ -28,7 +28,7 @@ rehearse: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/rehearse_hyperpod.py
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not vllm and not skyrl"
+	$(BIN)/pytest -m "not slow and not vllm and not serve_llm and not skyrl"
 
 test-slow: $(STAMP) $(TORCHVISION)
 	$(BIN)/pytest -m slow
@@ -41,6 +41,11 @@ $(TORCHVISION): | $(STAMP)
 test-vllm:
 	PYTHON=$(PYTHON) scripts/setup_vllm.sh
 	OMP_NUM_THREADS=1 .venvs/vllm/bin/pytest -m vllm
+
+# `clew serve` on Ray Serve LLM and vLLM, on a CPU. Again an environment of its own: Ray pins another vLLM.
+test-serve-llm:
+	PYTHON=$(PYTHON) scripts/setup_serve_llm.sh
+	OMP_NUM_THREADS=1 .venvs/serve-llm/bin/pytest -m serve_llm
 
 # The real SkyRL and TRL, in an environment of their own. 75: the script could not reach the package registry.
 test-skyrl:

@@ -8,10 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serving_server import ChatServer
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: threads of several processes on few cores spin against each other
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -103,15 +106,15 @@ def clew(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tm
         sys.modules["torch"].set_num_threads(1)
 
 
-def start_clew(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Starts a command in a process of its own (one thread, Ctrl-C not ignored)."""
+def start_clew(*arguments: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a command in a process of its own (one thread, Ctrl-C not ignored); ``env`` adds to its environment."""
     path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-m", "clew.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **(env or {})},
         # A shell that put the tests into the background made its children ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
@@ -175,6 +178,17 @@ def ray_head() -> Iterator[Any]:
     head = RayHead()
     yield head
     head.close()
+
+
+@pytest.fixture(scope="session")
+def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatServer]:
+    """A real `clew serve` with room for two adapters at once."""
+    from serving_server import make_adapters, running
+
+    folder = tmp_path_factory.mktemp("serve") / "adapters"
+    make_adapters(folder)
+    with running(folder, "--max-adapters", "2") as server:
+        yield server
 
 
 def contents(run_dir: Path) -> dict[str, str]:

@@ -13,9 +13,9 @@ from conftest import Command
 from clew.checkpoint import write_directory
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
+from clew.policy.fit import refuse_other_weights
 from clew.policy.paths import base_fingerprint
 from clew.runtime.adapters import copy_adapter
-from clew.runtime.evaluation import refuse_other_weights
 from clew.training.finish import _read_best
 from clew.training.run_state import RunState, read_jsonl
 
@@ -82,11 +82,11 @@ def test_an_adapter_of_another_base_of_the_same_shape_is_refused(run_dir: Path, 
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "model.safetensors").write_bytes(b"weights")
     with pytest.raises(UserError, match=r"another SHA-256.*elsewhere"):
-        refuse_other_weights(run_dir / "adapters" / "step-000001", base)
+        refuse_other_weights(run_dir / "adapters" / "step-000001", "--adapter", base)
     facts = {"base_sha256": base_fingerprint(base.path), "base_model": base.path}
     own = write_directory(tmp_path / "own", lambda f: None, facts)
-    refuse_other_weights(own, base)
-    refuse_other_weights(tmp_path / "base", base)  # from elsewhere, without a manifest: nothing to check
+    refuse_other_weights(own, "--adapter", base)
+    refuse_other_weights(tmp_path / "base", "--adapter", base)  # from elsewhere, without a manifest: nothing to check
 
 
 @pytest.mark.parametrize("line", ["no json", "[1]", '{"other": 1}', "\udcff"])

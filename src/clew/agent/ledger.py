@@ -88,6 +88,11 @@ class Trajectory:
     policy_version: str = ""
     prompt: str = ""
 
+    @property
+    def frames(self) -> list[np.ndarray]:
+        """The frames shown so far, uint8 RGB [height, width, 3]."""
+        return [turn.frame for turn in self.turns]
+
     def append_prompt(self, ids: list[int], grid: tuple[int, int, int] | None = None) -> None:
         """Appends tokens that the policy did not sample, with the grid of the image they hold."""
         self.token_ids += ids

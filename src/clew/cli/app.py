@@ -221,6 +221,37 @@ def export(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Option("--model", help="Model folder, or package:warm-start.")],
+    adapters: Annotated[
+        str | None, typer.Option("--adapters", help="Folder of adapters, a run, or s3://bucket/prefix.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="The model's name in requests; its folder's if not given.")
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
+    max_adapters: Annotated[int, typer.Option("--max-adapters", min=1, help="Adapters loaded at once.")] = 4,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", help="Key that requests must carry; also from CLEW_API_KEY."),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="transformers, vllm, or auto: vllm where it is installed with a GPU.")
+    ] = "auto",
+    recipe: Annotated[
+        str, typer.Option("--recipe", help="Whose mazes the page at /watch shows: a shipped recipe, a TOML file.")
+    ] = "laptop",
+) -> None:
+    """Serve a model and its adapters behind an OpenAI-compatible API."""
+    from rich.console import Console
+
+    from clew.cli.serve import run_serve
+
+    run_serve(model, adapters, name, host, port, max_adapters, api_key_file, engine, recipe, Console())
+
+
+@app.command()
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]) -> None:
     """Write report.html of a run, finished or not."""
     from clew.report.html import write_report

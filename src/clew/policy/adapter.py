@@ -30,6 +30,32 @@ _NOT_PLAIN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "f
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What LoRA adds to one module.
+
+    Attributes:
+        module: its name in the language model.
+        scale: alpha / rank.
+        a: [rank, in].
+        b: [out, rank].
+    """
+
+    module: str
+    scale: float
+    a: Tensor
+    b: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the change: (out, in)."""
+        return self.b.shape[0], self.a.shape[1]
+
+    def delta(self) -> Tensor:
+        """The change, scale * B @ A."""
+        return self.scale * (self.b @ self.a)
+
+
+@dataclass(frozen=True)
 class Adapter:
     """One immutable version of the LoRA weights.
 
@@ -48,8 +74,8 @@ class Adapter:
         """SHA-256 of the weights, names and shapes included."""
         return tensors_hash(self.tensors)
 
-    def deltas(self) -> Iterator[tuple[str, Tensor]]:
-        """For each adapted module of the language model: its name there and alpha/rank * B @ A, [out, in].
+    def factors(self) -> Iterator[Factors]:
+        """The matrices of each adapted module of the language model.
 
         Raises:
             UserError: the adapter is more than plain LoRA on the language model. What can't be merged is refused, not
@@ -70,7 +96,23 @@ class Adapter:
                 raise UserError(
                     f"adapter {self.name}: {module} is outside the language model; this engine can't apply it"
                 )
-            yield module.removeprefix(_LANGUAGE_PREFIX), scale * (self.tensors[other] @ self.tensors[key])
+            a, b = self.tensors[key], self.tensors[other]
+            shapes_fit = a.ndim == b.ndim == 2 and a.shape[0] == b.shape[1] == rank
+            if not shapes_fit or a.dtype != b.dtype or not a.dtype.is_floating_point:
+                raise UserError(
+                    f"adapter {self.name}: {module} has A {list(a.shape)} ({a.dtype}) and B {list(b.shape)} "
+                    f"({b.dtype}); that is no LoRA of rank {rank}, as {CONFIG_FILE} says"
+                )
+            yield Factors(module.removeprefix(_LANGUAGE_PREFIX), scale, a, b)
+
+    def deltas(self) -> Iterator[tuple[str, Tensor]]:
+        """For each adapted module of the language model: its name there and alpha/rank * B @ A, [out, in].
+
+        Raises:
+            UserError: see ``factors``.
+        """
+        for factors in self.factors():
+            yield factors.module, factors.delta()
 
 
 @dataclass(frozen=True)

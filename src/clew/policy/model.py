@@ -79,6 +79,18 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str
     return assemble(str(path), model, _load(AutoTokenizer, path), _load(AutoImageProcessor, path))
 
 
+def load_skeleton(path: str | Path) -> VisionLanguageModel:
+    """A Qwen3-VL folder (or hub id) without its weights: all modules and their shapes, on the meta device.
+
+    Raises:
+        UserError: the folder is missing, is no Qwen3-VL, or lacks a part.
+    """
+    config = _load_config(path)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    return assemble(str(path), model, _load(AutoTokenizer, path), _load(AutoImageProcessor, path))
+
+
 def load_processor(path: str | Path) -> ModelProcessor:
     """Loads what a Qwen3-VL folder (or hub id) has beside its weights.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +24,25 @@ from clew.rollout.engine import Completion, LockstepEngine, Sampling, uniforms
 
 # What transformers calls it: 5.20, up to which vLLM 0.32 allows, the one, 5.24 the other.
 _CACHE = "cache" if "cache" in inspect.signature(Qwen3VLTextModel.forward).parameters else "past_key_values"
+
+
+class Context(Protocol):
+    """What an answer is sampled behind.
+
+    Attributes:
+        token_ids: image placeholders expanded.
+        grids: (t, h, w) patches of each image, in order of appearance.
+        frames: the images, uint8 RGB [height, width, 3], in the same order.
+    """
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def grids(self) -> list[tuple[int, int, int]]: ...
+
+    @property
+    def frames(self) -> list[np.ndarray]: ...
 
 
 class RowCache:
@@ -58,6 +78,16 @@ class RowCache:
         """Makes room for ``tokens`` tokens a row (grows by half, so that copies stay few)."""
         if tokens > self.room:
             self._resize(max(tokens, self.room + self.room // 2))
+
+    def append(self, other: RowCache) -> None:
+        """Takes over the rows of another cache, behind its own."""
+        room = max(self.room, other.room)
+        for cache in (self, other):
+            if cache.room < room:
+                cache._resize(room)
+        self.keys = [torch.cat(pair) for pair in zip(self.keys, other.keys, strict=True)]
+        self.values = [torch.cat(pair) for pair in zip(self.values, other.values, strict=True)]
+        self.lengths = torch.cat([self.lengths, other.lengths])
 
     def _resize(self, room: int) -> None:
         def grown(old: Tensor) -> Tensor:
@@ -96,8 +126,7 @@ class TransformersEngine(LockstepEngine):
         self.vlm = vlm
         self.features = features
         self.version = "base"
-        self._language_model = _bare_copy(base.model.language_model).requires_grad_(False).eval()
-        self._lm_head = copy.deepcopy(base.lm_head).requires_grad_(False)
+        self._language_model, self._lm_head = self._copy(base)
         self._base_weights: dict[str, Tensor] = {}
         config = base.config.text_config
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -105,6 +134,11 @@ class TransformersEngine(LockstepEngine):
             config.num_hidden_layers, config.num_key_value_heads, head_dim, base.dtype, base.device
         )
         self.release()
+
+    def _copy(self, base: Any) -> tuple[Any, Any]:
+        """The language model and the output layer that this engine computes with."""
+        language_model = _bare_copy(base.model.language_model).requires_grad_(False).eval()
+        return language_model, copy.deepcopy(base.lm_head).requires_grad_(False)
 
     def load_adapter(self, adapter: Adapter | StoredAdapter | None) -> None:
         """Merges an adapter into this engine's weights (None: the base model). The base weights are kept.
@@ -192,7 +226,7 @@ class TransformersEngine(LockstepEngine):
         self._rows = [trajectories[i] for i in order]
         return order
 
-    def _prefill(self, trajectories: list[Trajectory]) -> Tensor:
+    def _prefill(self, trajectories: Sequence[Context]) -> Tensor:
         """Computes what each ledger has beyond the cache; returns the logits behind its last token, [B, V]."""
         template, merge = self.vlm.template, self.vlm.merge_size
         done = self._cache.lengths.tolist()
@@ -215,18 +249,16 @@ class TransformersEngine(LockstepEngine):
             while unseen > 0:
                 shown += 1
                 unseen -= per_image[-shown]
-            frames += [turn.frame for turn in trajectory.turns[len(trajectory.turns) - shown :]]
-        image_BT = torch.from_numpy((ids_BT == template.image_token_id) & real_BT)
-        features = self.features.gather(frames)
+            frames += trajectory.frames[len(trajectory.frames) - shown :]
         embeds_BTH = self._language_model.embed_tokens(torch.from_numpy(ids_BT).to(self.vlm.device))
-        image_BT = image_BT.to(self.vlm.device)
-        embeds_BTH = embeds_BTH.masked_scatter(image_BT.unsqueeze(-1), features.embeds_NH)
-        hidden_BTH = self._forward(
-            embeds_BTH,
-            torch.from_numpy(positions_3BT),
-            visual_pos_masks=image_BT,
-            deepstack_visual_embeds=list(features.deepstack_KNH),
-        )
+        visual: dict[str, Any] = {}
+        if frames:
+            image_BT = torch.from_numpy((ids_BT == template.image_token_id) & real_BT)
+            features = self.features.gather(frames)
+            image_BT = image_BT.to(self.vlm.device)
+            embeds_BTH = embeds_BTH.masked_scatter(image_BT.unsqueeze(-1), features.embeds_NH)
+            visual = {"visual_pos_masks": image_BT, "deepstack_visual_embeds": list(features.deepstack_KNH)}
+        hidden_BTH = self._forward(embeds_BTH, torch.from_numpy(positions_3BT), **visual)
         counts_B = torch.tensor(counts)
         self._cache.lengths += counts_B
         return self._lm_head(hidden_BTH[torch.arange(len(counts)), counts_B - 1])

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clew.checkpoint import DamagedCheckpoint, read_manifest
 from clew.envs.navigators import REFERENCES
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result, reference
 from clew.evaluation.evaluator import Evaluator
 from clew.evaluation.suites import RecipeSuites
 from clew.policy.adapter import Adapter, read_adapter
+from clew.policy.fit import refuse_foreign_adapter, refuse_other_weights
 from clew.policy.model import VisionLanguageModel, load_model
-from clew.policy.paths import base_fingerprint, resolve_device, resolve_dtype, resolve_model_path
+from clew.policy.paths import resolve_device, resolve_dtype, resolve_model_path
 from clew.policy.vision import FeatureCache
 from clew.recipe import Recipe
 from clew.rollout.rollouts import LocalRollouts
@@ -59,8 +59,9 @@ def evaluate_subject(recipe: Recipe, subject: Subject, on_result: Callable[[Resu
     adapter = None
     if subject.adapter is not None:
         adapter = read_adapter(subject.adapter)
-        refuse_foreign_adapter(adapter, subject.adapter, vlm)
-        refuse_other_weights(subject.adapter, vlm)
+        called = f"--adapter {subject.adapter}"
+        refuse_foreign_adapter(adapter, called, vlm)
+        refuse_other_weights(subject.adapter, called, vlm)
     evaluator = make_evaluator(recipe, vlm, adapter, on_result)
     return [evaluator.regular(subject.step), *evaluator.thorough(subject.step)]
 
@@ -72,41 +73,6 @@ def make_evaluator(
     rollouts = LocalRollouts.of(vlm, FeatureCache(vlm.model.model.visual, vlm.patcher))
     rollouts.load(adapter)
     return Evaluator(recipe, rollouts, None, on_result)
-
-
-def refuse_foreign_adapter(adapter: Adapter, path: Path, vlm: VisionLanguageModel) -> None:
-    """Checks that every layer the adapter changes is there and has its shape.
-
-    Raises:
-        UserError: names the layer and the model that the adapter was trained on.
-    """
-    modules = dict(vlm.model.model.language_model.named_modules())
-    for name, delta in adapter.deltas():
-        weight = getattr(modules.get(name), "weight", None)
-        if weight is None or weight.shape != delta.shape:
-            found = "no such layer" if weight is None else f"{list(weight.shape)} there"
-            own = adapter.config.get("base_model_name_or_path")
-            raise UserError(
-                f"--adapter {path} belongs to another model than {vlm.path} (layer {name} has shape "
-                f"{list(delta.shape)}, {found}): its own is {own}"
-            )
-
-
-def refuse_other_weights(path: Path, vlm: VisionLanguageModel) -> None:
-    """Checks the base model of an adapter that Clew exported: another of the same shape gives no error by itself.
-
-    Raises:
-        UserError: the adapter was trained on other weights.
-    """
-    try:
-        facts = read_manifest(path).facts
-    except DamagedCheckpoint:  # an adapter from elsewhere has none
-        return
-    if facts.get("base_sha256") not in (None, base_fingerprint(vlm.path)):
-        raise UserError(
-            f"--adapter {path} belongs to another model than {vlm.path} (its weights have another SHA-256): "
-            f"its own is {facts.get('base_model')}"
-        )
 
 
 def record(recipe: Recipe, subject: Subject, results: list[Result]) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""Ray Serve LLM with vLLM: what its engine is started with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from clew.errors import UserError
+from clew.policy.model import ModelProcessor
+from clew.rollout.vllm_options import FORBIDDEN_KEY
+from clew.serving.limits import Limits
+
+LORA_ROOM = 64
+"""The highest rank of an adapter that vLLM makes room for here; the published run has 32."""
+_CPU_BATCH = 8192  # tokens of all requests that a step computes
+
+
+def refuse_folder(adapters: str | None) -> None:
+    """Raises UserError for adapters that are not in S3: Ray Serve LLM loads them from nowhere else."""
+    if adapters is not None and not adapters.startswith("s3://"):
+        raise UserError(
+            f"--adapters {adapters}: with vLLM, adapters are loaded from S3 only; publish them with "
+            "`clew export RUN --to s3://bucket/prefix`, or use --engine transformers"
+        )
+
+
+def llm_config(
+    name: str,
+    processor: ModelProcessor,
+    adapters: str | None,
+    max_adapters: int,
+    context: int,
+    gpu: bool,
+    limits: Limits,
+) -> dict[str, Any]:
+    """An ``LLMConfig`` of ``ray.serve.llm`` as a dict.
+
+    Args:
+        name: of the base model in requests; ``NAME:ADAPTER`` names an adapter.
+        processor: of the model's folder.
+        adapters: ``s3://bucket/prefix``, or None.
+        context: tokens of prompt and answer.
+        gpu: whether the engine has one; else vLLM's CPU build.
+    """
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16" if gpu else "float32",
+        "max_model_len": context,
+        "limit_mm_per_prompt": {"image": limits.images, "video": 0},
+        "max_num_seqs": limits.requests,
+        "generation_config": "vllm",  # what a model's generation_config.json says of sampling is for its demo
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, forbidden tokens masked out
+        "logits_processors": ["clew.rollout.vllm_mask:ForbiddenTokens"],
+        "additional_config": {FORBIDDEN_KEY: processor.forbidden_ids},
+    }
+    environment = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the mask is written for the first one, which runs on every device
+        "HF_HUB_OFFLINE": "1",
+    }
+    config: dict[str, Any] = {
+        "model_loading_config": {"model_id": name, "model_source": processor.path},
+        "engine_kwargs": engine,
+        "deployment_config": {"num_replicas": 1, "max_ongoing_requests": 2 * limits.requests},
+        "runtime_env": {"env_vars": environment},
+    }
+    if adapters is not None:
+        config["lora_config"] = {
+            "dynamic_lora_loading_path": adapters,
+            "max_num_adapters_per_replica": max_adapters,
+        }
+        engine |= {"enable_lora": True, "max_loras": max_adapters, "max_lora_rank": LORA_ROOM}
+    if not gpu:
+        config["placement_group_config"] = {"bundles": [{"CPU": 1}]}
+        engine |= {
+            "enforce_eager": True,
+            # A seeded request whose prompt is computed in parts ends vLLM on a CPU ("CPU Generator does not use
+            # offset"): prompts wait for a step with room for all of them.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(_CPU_BATCH, context),
+            # vLLM 0.29 asks for the architecture of the language model by itself there, and Qwen3-VL's names none.
+            "hf_overrides": {"text_config": {"architectures": ["Qwen3VLForConditionalGeneration"]}},
+        }
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return config

@@ -1,0 +1,220 @@
+"""The door: key, bounds, time limits, and what is passed on. A real uvicorn, raw sockets, small limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from clew.serving.guard import Guard, GuardedProtocol
+from clew.serving.limits import Limits
+
+SMALL = Limits(
+    connections=8, head_s=0.5, body_bytes=1000, body_s=0.5, requests=2, request_s=-3.0, held_bytes=2500
+)  # request_s with the guard's grace: 2 s
+KEY = "correct horse battery"
+
+
+class Echo:
+    """Answers with what it is given; ``/v1/slow`` never answers, ``/v1/half`` breaks off, ``/v1/none`` says nothing."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path == "/v1/none":
+            return
+        if path == "/v1/wait":
+            await self.free.wait()
+        if path == "/v1/free":
+            self.free.set()
+        if path == "/v1/slow":
+            await asyncio.sleep(60)
+        message = await receive()
+        seen = {"headers": {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}}
+        content = json.dumps({**seen, "body": message["body"].decode(), "more": message["more_body"]}).encode()
+        length = [] if path == "/v1/half" else [(b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": content, "more_body": path == "/v1/half"})
+        if path == "/v1/half":
+            await asyncio.sleep(60)
+
+
+class SmallProtocol(GuardedProtocol):
+    limits = SMALL
+
+
+@contextmanager
+def running(key: str | None) -> Iterator[int]:
+    config = uvicorn.Config(
+        Guard(Echo(), SMALL, key), port=0, http=SmallProtocol, ws="none", log_config=None, lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.force_exit = server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with running(None) as open_port:
+        yield open_port
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[int]:
+    with running(KEY) as locked_port:
+        yield locked_port
+
+
+def exchange(port: int, data: bytes) -> bytes:
+    """Sends and reads until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        answer = b""
+        try:
+            connection.sendall(data)
+            while more := connection.recv(65536):
+                answer += more
+        except ConnectionError:
+            pass
+        return answer
+
+
+def request(path: str, body: bytes = b"", method: str = "POST", *lines: str) -> bytes:
+    head = [f"{method} {path} HTTP/1.1", "Host: me", f"Content-Length: {len(body)}", "Connection: close", *lines]
+    return "\r\n".join([*head, "", ""]).encode("latin-1") + body
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def content(answer: bytes) -> Any:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+def test_a_complete_request_is_passed_on_with_few_headers(port: int) -> None:
+    """What Ray's proxy would obey, or choke on, does not reach it."""
+    lines = [
+        "X-Request-Id: \xff\xfe",
+        "serve_multiplexed_model_id: x",
+        "x-request-timeout-seconds: 0",
+        "traceparent: \xff",
+    ]
+    lines += ["Content-Type: application/json", "Authorization: Bearer secret", "Cookie: x"]
+    seen = content(exchange(port, request("/v1/echo", b"hello", "POST", *lines)))
+    assert seen == {
+        "headers": {"host": "me", "content-type": "application/json", "content-length": "5"},
+        "body": "hello",
+        "more": False,
+    }
+    chunked = b"POST /v1/echo HTTP/1.1\r\nHost: me\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    seen = content(exchange(port, chunked + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"))
+    assert (seen["body"], seen["headers"]["content-length"]) == ("hello", "5")
+
+
+@pytest.mark.parametrize("sent", [1001, 3000, 100_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_long_body_is_refused(port: int, sent: int, chunked: bool) -> None:
+    data = request("/v1/echo", b"x" * sent)
+    if chunked:
+        head = b"POST /v1/echo HTTP/1.1\r\nHost: me\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        data = head + b"".join(b"1f4\r\n" + b"x" * 500 + b"\r\n" for _ in range(sent // 500 + 1)) + b"0\r\n\r\n"
+    answer = exchange(port, data)
+    # Of a sender that does not stop, the connection is closed: it may be too busy to hear why.
+    assert status(answer) == 413 or (sent == 100_000 and answer == b"")
+
+
+def test_a_slow_sender_is_not_waited_for(port: int) -> None:
+    assert exchange(port, b"POST /v1/echo HTTP/1.1\r\nHo") == b""
+    assert exchange(port, b"") == b""
+    assert status(exchange(port, request("/v1/echo", b"x" * 100)[:-50])) == 408
+
+
+def test_an_answer_that_takes_too_long_ends(port: int) -> None:
+    assert status(exchange(port, request("/v1/slow"))) == 408
+    half = exchange(port, request("/v1/half"))
+    assert status(half) == 200 and not half.endswith(b"0\r\n\r\n"), "it must not look whole"
+    assert status(exchange(port, request("/v1/none"))) == 503
+
+
+def test_no_more_requests_than_places(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as a, socket.create_connection(("127.0.0.1", port)) as b:
+        a.sendall(request("/v1/wait"))
+        b.sendall(request("/v1/wait"))
+        while status(answer := exchange(port, request("/v1/echo"))) == 200:  # until both have arrived
+            time.sleep(0.01)
+        assert status(answer) == 503 and b"retry-after" in answer
+        a.close()
+        b.close()
+    while status(answer := exchange(port, request("/v1/echo"))) != 200:  # their places are free again
+        assert status(answer) == 503
+        time.sleep(0.05)
+
+
+def test_no_more_connections_than_allowed(port: int) -> None:
+    open_ones = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(12)]
+    outcomes = []
+    for connection in open_ones:
+        try:
+            outcomes.append(connection.recv(1))
+        except ConnectionError:
+            outcomes.append(b"")
+        connection.close()
+    assert outcomes == [b""] * 12
+    assert status(exchange(port, request("/v1/echo"))) == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/-/routes", "/-/healthz", "/docs", "/watchx", "/v2/x", "//v1/echo", "/healthz"])
+def test_other_paths_do_not_exist(port: int, path: str) -> None:
+    assert status(exchange(port, request(path, b"", "GET"))) == 404
+
+
+def test_methods_and_upgrades(port: int) -> None:
+    assert status(exchange(port, request("/v1/echo", b"", "BREW"))) == 405
+    upgrade = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: eA==", "Sec-WebSocket-Version: 13"]
+    assert b"101" not in exchange(port, request("/v1/echo", b"", "GET", *upgrade))[:20]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "Authorization: Bearer",
+        f"Authorization: {KEY}",
+        f"Authorization: Basic {KEY}",
+        f"Authorization: Bearer {KEY}x",
+        f"Authorization: Bearer {KEY[:-1]}",
+        "Authorization: Bearer \xff\xfe",
+        f"X-Api-Key: {KEY}",
+    ],
+)
+def test_without_the_key_nothing_is_read(locked: int, header: str) -> None:
+    for path in ("/v1/echo", "/watch/api/walk", "/nowhere"):
+        answer = exchange(locked, request(path, b"x", "POST", *([header] if header else [])))
+        assert status(answer) == 401 and b"www-authenticate: Bearer" in answer and KEY.encode() not in answer
+
+
+def test_with_the_key(locked: int) -> None:
+    """The page's own files need none; its requests carry the key on, others leave it at the door."""
+    bearer = f"Authorization: bearer {KEY}"
+    assert "authorization" not in content(exchange(locked, request("/v1/echo", b"", "POST", bearer)))["headers"]
+    seen = content(exchange(locked, request("/watch/api/walk", b"", "POST", bearer)))
+    assert seen["headers"]["authorization"] == f"bearer {KEY}"
+    for path in ("/health", "/watch", "/watch/", "/watch/style.css"):
+        assert status(exchange(locked, request(path, b"", "GET"))) == 200
