@@ -81,9 +81,6 @@ def test_what_is_wrong_is_said(clew: Command, server: ReferenceServer) -> None:
     assert "no http address" in line(url="127.0.0.1:8000")
     assert "no OpenAI-compatible API" in line(url=f"{server.url}/elsewhere")
     assert "no such model; it has warm-start, warm-start:noise" in line(model="other:noise")
-    assert "--model warm-start:absent: " in line(model="warm-start:absent")
-    server.hook = lambda number, body: openai_server.error(422, "adapter noise is broken: no weights")
-    assert "adapter noise is broken: no weights" in line(model="warm-start:noise")
     asked = len(server.asked)
     assert "there are heldout" in line("--suite", "nosuch")
     Path("not.json").write_text("[]")
@@ -95,6 +92,9 @@ def test_what_is_wrong_is_said(clew: Command, server: ReferenceServer) -> None:
     assert "other [environment] settings" in line("--compare", "foreign.json")
     assert "--json . is a folder" in line("--json", ".")
     assert len(server.asked) == asked, "all of that is said before anything is played"
+    assert "--model warm-start:absent: " in line(model="warm-start:absent")
+    server.hook = lambda number, body: openai_server.error(422, "adapter noise is broken: no weights")
+    assert "adapter noise is broken: no weights" in line(model="warm-start:noise")
 
 
 def test_lost_episodes_are_no_result(clew: Command, server: ReferenceServer, monkeypatch: pytest.MonkeyPatch) -> None:

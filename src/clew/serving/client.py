@@ -15,8 +15,8 @@ import httpx2
 
 from clew.errors import UserError
 from clew.rollout.engine import Sampling
+from clew.serving.limits import KEY_VARIABLE
 
-KEY_VARIABLE = "CLEW_API_KEY"
 _ASKED_AGAIN = (408, 429, 500, 502, 503, 504)
 _PAUSES_S = (0.25, 8.0)  # between two tries of one request: the first, the longest
 _LONGEST_MESSAGE = 300  # characters of what a server says
@@ -211,14 +211,14 @@ def base_url(url: str) -> str:
 
 
 def read_api_key(file: Path | None) -> str | None:
-    """The API key in a file, or in the environment variable ``CLEW_API_KEY``; None where there is none.
+    """The API key in a file, or in the environment variable ``CLEW_API_KEY``; None where that is empty or not set.
 
     Raises:
         UserError: the file can't be read, or what is there can't be a key.
     """
     if file is None:
         source, found = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
-        if found is None:
+        if not found:
             return None
     else:
         source = f"--api-key-file {file}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clew.errors import UserError
+from clew.serving.client import read_api_key
 from clew.serving.limits import KEY_VARIABLE, Limits
 from clew.serving.llm import refuse_folder
 from clew.serving.store import StorageTrouble, open_store
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from clew.recipe import Recipe
 
+_KEY_LENGTH = 16
 _SHOWN = 20  # adapters that are listed on the console
 _LOGICAL_CPUS = 8  # for Ray's placement alone: what caps the processes is their threads, and nothing may wait
 _CPUS = 8  # for Ray to count with, however many there are: Serve LLM's parts want whole ones, and would wait for ever
@@ -86,22 +88,14 @@ def read_key(file: Path | None) -> str | None:
     """The server's key: of a file, or of the environment; None if there is none.
 
     Raises:
-        UserError: the file can't be read, or holds no key.
+        UserError: the file can't be read, or holds no key, or one that can be guessed.
     """
-    if file is None:
-        key = os.environ.get(KEY_VARIABLE, "")
-        if not key:
-            return None
-        source = KEY_VARIABLE
-    else:
-        source = f"--api-key-file {file}"
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{source} can't be read ({error})") from error
-    if len(key) < 16 or not key.isascii() or not key.isprintable() or " " in key:
+    key = read_api_key(file)
+    if key is not None and len(key) < _KEY_LENGTH:
+        source = KEY_VARIABLE if file is None else f"--api-key-file {file}"
         raise UserError(
-            f"{source}: a key has at least 16 letters, digits or signs and no space; make one: openssl rand -hex 32"
+            f"{source}: a server's key has at least {_KEY_LENGTH} signs, so that nobody guesses it; make one: "
+            "openssl rand -hex 32"
         )
     return key
 
