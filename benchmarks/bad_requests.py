@@ -6,84 +6,12 @@ tests (a few hundred).
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import random
-import socket
-import struct
-import time
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
-CHAT = "/v1/chat/completions"
-
-
-@dataclass
-class BadRequest:
-    """What is sent, and how the sender behaves then.
-
-    Attributes:
-        kind: in words, for the table.
-        parts: bytes, sent one after the other.
-        pause_s: between the parts.
-        then: ``read`` waits for the answer, ``shut`` ends its own side first, ``leave`` hangs up without waiting.
-    """
-
-    kind: str
-    parts: list[bytes] = field(default_factory=list)
-    pause_s: float = 0.0
-    then: str = "read"
-
-
-def http(body: bytes, path: str = CHAT, method: str = "POST", **headers: str) -> bytes:
-    """A well-formed HTTP request."""
-    fields = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body))}
-    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
-    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-    return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1") + body
-
-
-def good_body(model: str, image: bytes) -> dict[str, Any]:
-    """A request that is answered."""
-    return {
-        "model": model,
-        "messages": [{"role": "user", "content": [_image(image), {"type": "text", "text": "Which way?"}]}],
-        "max_tokens": 8,
-        "temperature": 0,
-    }
-
-
-def _image(data: bytes, kind: str = "png") -> dict[str, Any]:
-    return {
-        "type": "image_url",
-        "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"},
-    }
-
-
-def png(width: int = 96, height: int = 96, seed: int = 0) -> bytes:
-    """A small picture."""
-    image = Image.effect_noise((width, height), 40 + seed).convert("RGB")
-    out = io.BytesIO()
-    image.save(out, "PNG")
-    return out.getvalue()
-
-
-def png_of_zeros(width: int, height: int, rows: int) -> bytes:
-    """A PNG that says it is ``width`` x ``height`` and holds ``rows`` rows of zeros, which take almost no bytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    packer = zlib.compressobj(9)
-    row = bytes(1 + 3 * width)
-    packed = b"".join(packer.compress(row) for _ in range(rows)) + packer.flush()
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+from raw_requests import CHAT, BadRequest, good_body, http, image_part, png, png_of_zeros
 
 
 class Stream:
@@ -357,25 +285,28 @@ class Stream:
             "s3://a/b",
             7,
         ]
-        urls += [_image(self.bytes(500))["image_url"]["url"], _image(whole[: len(whole) // 2])["image_url"]["url"]]
         urls += [
-            _image(whole, "jpeg")["image_url"]["url"],
-            _image(b"RIFF\x24\0\0\0WEBPVP8X" + self.bytes(40), "webp")["image_url"]["url"],
+            image_part(self.bytes(500))["image_url"]["url"],
+            image_part(whole[: len(whole) // 2])["image_url"]["url"],
         ]
         urls += [
-            _image(b"RIFF\x24\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\xff\xff\xff\xff\xff\xff" + bytes(30), "webp")[
+            image_part(whole, "jpeg")["image_url"]["url"],
+            image_part(b"RIFF\x24\0\0\0WEBPVP8X" + self.bytes(40), "webp")["image_url"]["url"],
+        ]
+        urls += [
+            image_part(b"RIFF\x24\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\xff\xff\xff\xff\xff\xff" + bytes(30), "webp")[
                 "image_url"
             ]["url"]
         ]
         damaged = bytearray(whole)
         for _ in range(20):
             damaged[self.rng.randrange(60, len(whole) - 20)] ^= 0xFF
-        urls.append(_image(bytes(damaged))["image_url"]["url"])
+        urls.append(image_part(bytes(damaged))["image_url"]["url"])
         part = {"type": "image_url", "image_url": {"url": self.rng.choice(urls)}}
         return self.sent("bad image", self.body(messages=[{"role": "user", "content": [part]}]))
 
     def bomb(self) -> BadRequest:
-        image = _image(self.rng.choice(self.bombs))
+        image = image_part(self.rng.choice(self.bombs))
         return self.sent("image bomb", self.body(messages=[{"role": "user", "content": [image]}]))
 
     def special_token(self) -> BadRequest:
@@ -384,17 +315,17 @@ class Stream:
         )
         content: Any = f"hello {token} there"
         if self.rng.random() < 0.5:
-            content = [_image(self.good_image), {"type": "text", "text": content}]
+            content = [image_part(self.good_image), {"type": "text", "text": content}]
         return self.sent("special token", self.body(messages=[{"role": "user", "content": content}]))
 
     def too_much(self) -> BadRequest:
-        small = _image(self.good_image)
+        small = image_part(self.good_image)
         choices: list[Any] = [
             [{"role": "user", "content": "word " * 30_000}],
             [{"role": "user", "content": "x"}] * 600,
             [{"role": "user", "content": [small] * 70}],
-            [{"role": "user", "content": [_image(png(1500, 1500))] * 20}],
-            [{"role": "user", "content": [_image(png(1, 900))]}],
+            [{"role": "user", "content": [image_part(png(1500, 1500))] * 20}],
+            [{"role": "user", "content": [image_part(png(1, 900))]}],
         ]
         return self.sent("too much", self.body(messages=self.rng.choice(choices)))
 
@@ -446,34 +377,3 @@ class Stream:
         data = http(json.dumps(self.body()).encode())
         cut = self.rng.choice([5, 40, len(data) - 200])
         return BadRequest("slow sender", [data[:cut], *[b" "] * self.rng.choice([0, 3])], pause_s=1.0)
-
-
-def send(host: str, port: int, request: BadRequest, timeout_s: float = 60.0) -> str:
-    """Sends it and returns what came of it: a status, ``closed``, or ``left``.
-
-    Raises:
-        TimeoutError: the server neither answers nor closes the connection.
-    """
-    with socket.create_connection((host, port), timeout=timeout_s) as connection:
-        try:
-            for part in request.parts:
-                connection.sendall(part)
-                if request.pause_s:
-                    time.sleep(request.pause_s)
-            if request.then == "leave":
-                return "left"
-            if request.then == "shut":
-                connection.shutdown(socket.SHUT_WR)
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
-            # The server has closed its side already; it may have said why.
-        try:
-            answer = b""
-            while len(answer) < 12 and (more := connection.recv(4096)):
-                answer += more
-        except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
-            return "closed"
-    return answer[9:12].decode("latin-1") if answer.startswith(b"HTTP/1.1 ") else "closed"

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import bad_requests
+import raw_requests
 from PIL import Image
 
 from clew.envs.registry import make_env
@@ -111,7 +112,7 @@ class Client:
     def ask(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """Status and answer."""
         data = json.dumps(body).encode()
-        self.connection.request("POST", bad_requests.CHAT, data, {"Content-Type": "application/json"})
+        self.connection.request("POST", raw_requests.CHAT, data, {"Content-Type": "application/json"})
         answer = self.connection.getresponse()
         return answer.status, json.loads(answer.read())
 
@@ -216,7 +217,7 @@ def bad(port: int, pid: int, base: str, n: int, seed: int, threads: int) -> bool
                 sent += 1
                 number, request = sent, next(stream)
             try:
-                outcome = bad_requests.send("127.0.0.1", port, request)
+                outcome = raw_requests.send("127.0.0.1", port, request)
             except TimeoutError:
                 outcome = "HANG"
             with lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 import itertools
 import json
@@ -15,7 +14,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import grpc
@@ -39,22 +37,13 @@ from clew.rollout.engine import Sampling, derive_seed
 from clew.rollout.episodes import Limits, Player, play
 from clew.rollout.transformers_engine import TransformersEngine
 
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import bad_requests
+import raw_requests
+
 torch.set_num_threads(1)
 BASE = "warm-start"
 RECIPE = load_recipe("laptop")
-
-
-def load_bad_requests() -> ModuleType:
-    file = Path(__file__).parents[1] / "benchmarks" / "bad_requests.py"
-    spec = importlib.util.spec_from_file_location("bad_requests", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bad_requests = load_bad_requests()
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +204,7 @@ def test_adapters_come_and_go_under_load(client: openai.OpenAI, chat_server: Cha
 def test_clients_that_leave_give_their_places_back(client: openai.OpenAI, chat_server: ChatServer) -> None:
     """More long answers than there are places, all given up: the next client is served."""
     body = {"model": BASE, "messages": [{"role": "user", "content": "hello"}], "temperature": 2, "stream": True}
-    data = bad_requests.http(json.dumps(body).encode())
+    data = raw_requests.http(json.dumps(body).encode())
     for _ in range(3):
         connections = [socket.create_connection(("127.0.0.1", chat_server.port)) for _ in range(100)]
         for connection in connections:
@@ -242,14 +231,17 @@ def test_bad_requests(client: openai.OpenAI, chat_server: ChatServer) -> None:
     def work(number: int) -> None:
         with lock:
             request = next(stream)
-        outcome = bad_requests.send("127.0.0.1", chat_server.port, request)
+        outcome = raw_requests.send("127.0.0.1", chat_server.port, request)
         assert outcome in ("closed", "left") or outcome.startswith("4"), (request.kind, outcome, request.parts[0][:200])
         outcomes[outcome] += 1
         if number % 20 == 0:
             assert good() == reference
 
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(7) as pool:
+        half_a_head = raw_requests.BadRequest("slow", [b"POST /v1/chat/completions HTTP/1.1\r\nHo"])
+        slow = pool.submit(raw_requests.send, "127.0.0.1", chat_server.port, half_a_head)
         list(pool.map(work, range(400)))
+        assert slow.result() == "closed", "the guard's protocol is not in force"
     assert outcomes["400"] > 150 and outcomes["404"] > 20 and outcomes["closed"] > 20
     assert chat_server.process.poll() is None
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _KEY_LENGTH = 16
 _SHOWN = 20  # adapters that are listed on the console
-_LOGICAL_CPUS = 8  # for Ray's placement alone: what caps the processes is their threads, and nothing may wait
 _CPUS = 8  # for Ray to count with, however many there are: Serve LLM's parts want whole ones, and would wait for ever
 
 
