@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 from conftest import Outcome, finish_clew, start_clew
+from serving_server import descendants
+from sockets import listening
 
 RAY = ["runtime.kind=ray", "runtime.threads=1"]
 TWO = [*RAY, "runtime.workers_per_node=2", "runtime.engines=2"]
@@ -110,6 +112,9 @@ def test_engines_and_the_driver_die_and_the_run_goes_on(small_recipe: Path, fini
     run_dir = tmp_path / "run"
     process = start_clew("train", small_recipe, "--run", run_dir, *TWO)
     wait_until(lambda: len(steps(run_dir)) >= 1, process)
+    ranks = {worker["pid"] for worker in workers(run_dir)["policy"]}  # torch.distributed's own listen everywhere
+    sockets = list(listening({process.pid, *descendants(process.pid)} - ranks))
+    assert len(sockets) > 5 and all(only_here for only_here, _ in sockets), "its Ray is nobody else's"
     pids = [worker["pid"] for worker in workers(run_dir)["engines"]]
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: workers(run_dir)["engines"][0]["pid"] != pids[0], process)

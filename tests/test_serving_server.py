@@ -25,6 +25,7 @@ import torch
 from conftest import Command, finish_clew, start_clew
 from PIL import Image
 from serving_server import BROKEN, GOOD, WARM_START, ChatServer, descendants, running
+from sockets import listening
 
 from clew.agent.ledger import Trajectory
 from clew.envs.registry import make_env
@@ -248,31 +249,17 @@ def test_bad_requests(client: openai.OpenAI, chat_server: ChatServer) -> None:
 
 def test_nobody_else_can_speak_to_its_ray(chat_server: ChatServer) -> None:
     """Ports are open to this machine only, or to nobody without the token: what comes in there is unpickled."""
-    ours = set()
-    for process in [chat_server.process.pid, *descendants(chat_server.process.pid)]:
-        for link in Path(f"/proc/{process}/fd").iterdir():
-            try:
-                target = os.readlink(link)
-            except OSError:  # closed meanwhile
-                continue
-            if target.startswith("socket:["):
-                ours.add(target[8:-1])
     local, remote = 0, 0
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] != "0A" or fields[9] not in ours:  # not listening, or not ours
-                continue
-            address, _, port = fields[1].partition(":")
-            if address in ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"):
-                local += 1
-                continue
-            with grpc.insecure_channel(f"127.0.0.1:{int(port, 16)}") as channel:
-                for metadata in ((), (("authorization", "Bearer x"),)):
-                    with pytest.raises(grpc.RpcError) as refused:
-                        channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", metadata=metadata, timeout=20)
-                    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
-            remote += 1
+    for only_here, port in listening([chat_server.process.pid, *descendants(chat_server.process.pid)]):
+        if only_here:
+            local += 1
+            continue
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for metadata in ((), (("authorization", "Bearer x"),)):
+                with pytest.raises(grpc.RpcError) as refused:
+                    channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", metadata=metadata, timeout=20)
+                assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        remote += 1
     assert local > 5 and remote == 3  # the API, the engine and the page
 
 

@@ -77,8 +77,19 @@ def configure_environments(recipe: Recipe) -> None:
     configure(recipe.runtime.visgym_path, recipe.runtime.env_processes)
 
 
+def keep_to_this_machine(recipe: Recipe) -> None:
+    """Has a Ray cluster of this process's own listen on this machine only. Ray reads this when it is imported.
+
+    The variable is named for the systems where Ray does so by itself; on Linux it listens on every address, and whoever
+    reaches its ports may run code.
+    """
+    if recipe.runtime.kind == "ray" and not (recipe.runtime.address or os.environ.get("RAY_ADDRESS")):
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+
 def prepare_process(recipe: Recipe) -> None:
     """Sets the threads of torch, says where environments lie, and quiets what libraries say about themselves."""
+    keep_to_this_machine(recipe)
     import torch
     from transformers.utils import logging as transformers_logging
 

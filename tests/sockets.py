@@ -1,0 +1,26 @@
+"""Which TCP addresses processes listen at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def listening(processes: Iterable[int]) -> Iterator[tuple[bool, int]]:
+    """Of each listening socket: whether only this machine reaches it, and its port."""
+    ours = set()
+    for process in processes:
+        try:
+            targets = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
+        except OSError:  # closed or ended meanwhile
+            continue
+        ours |= {target[8:-1] for target in targets if target.startswith("socket:[")}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in ours:
+                address, _, port = fields[1].partition(":")
+                yield address in _LOOPBACK, int(port, 16)
