@@ -91,6 +91,7 @@ def test_what_is_wrong_is_said(clew: Command, server: ReferenceServer) -> None:
     assert "is about larger greedy; this plays heldout greedy" in line("--compare", "other.json")
     assert "other [environment] settings" in line("--compare", "foreign.json")
     assert "--json . is a folder" in line("--json", ".")
+    assert "--gifs not.json/episode.gif can't be written" in line("--gifs", "not.json")
     assert len(server.asked) == asked, "all of that is said before anything is played"
     assert "--model warm-start:absent: " in line(model="warm-start:absent")
     server.hook = lambda number, body: openai_server.error(422, "adapter noise is broken: no weights")

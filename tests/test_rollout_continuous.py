@@ -156,3 +156,17 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     vlm = tiny.shared_tiny()
     with pytest.raises(UserError, match="not finite"):
         list(ContinuousEngine(vlm, tiny.feature_cache(vlm)).merging(broken))
+
+
+def test_features_of_large_frames_do_not_pile_up(vlm: VisionLanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many frames come by: what is kept is bounded by their size, not by their number."""
+    of_one = conversations(vlm)[0].grids[0]
+    monkeypatch.setattr("clew.rollout.continuous._KEPT_TOKENS", 10)
+    engine = ContinuousEngine(vlm, tiny.feature_cache(vlm))
+    most = 0
+    for i in range(20):
+        trajectory = tiny.conversation(vlm, [], i)
+        tiny.show(vlm, trajectory, tiny.noise(900 + i), "And now?")
+        finish(engine, [ask(trajectory, Sampling(0.0, 1), 0)])
+        most = max(most, engine.features.tokens)
+    assert 0 < most <= 10 + of_one[1] * of_one[2]

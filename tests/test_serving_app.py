@@ -23,6 +23,7 @@ from clew.rollout.vllm_options import FORBIDDEN_KEY
 from clew.serving.answers import Answers
 from clew.serving.app import build_app
 from clew.serving.engine import Generation, Progress
+from clew.serving.errors import ApiError
 from clew.serving.limits import Limits
 from clew.serving.llm import LORA_ROOM, llm_config, refuse_folder
 from clew.serving.models import Models
@@ -128,6 +129,49 @@ def test_a_store_that_is_away_hurts_adapters_only(served: Served) -> None:
     answer = served.ask(model="base:b")
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "S3 is away")
     assert "retry-after" in answer.headers
+
+
+def test_a_store_that_goes_away_hurts_no_adapter_it_had(served: Served) -> None:
+    """It may be loaded; what was never seen has to wait for the store."""
+
+    async def ask() -> None:
+        models = Models("base", served.store)
+        assert await models.resolve("base:b") == "b"
+        served.store.trouble = True
+        for seconds in (10, 1000):
+            models._looked -= seconds
+            assert await models.resolve("base:b") == "b"
+            with pytest.raises(ApiError, match="S3 is away"):
+                await models.resolve("base:c")
+        looks = served.store.looks
+        with pytest.raises(ApiError, match="S3 is away"):
+            await models.adapters()
+        assert served.store.looks == looks, "it is not asked for each request"
+
+    asyncio.run(ask())
+
+
+def test_nobody_waits_for_a_slow_store_to_say_what_it_said_before(served: Served) -> None:
+    """Of all who ask for an adapter that was there, one looks again."""
+    entered, go = threading.Event(), threading.Event()
+
+    def slow() -> list[str]:
+        entered.set()
+        go.wait(60)
+        return ["b"]
+
+    async def ask() -> None:
+        models = Models("base", served.store)
+        assert await models.resolve("base:b") == "b"
+        served.store.names = slow  # type: ignore[method-assign]
+        models._looked -= 1000
+        first = asyncio.create_task(models.resolve("base:b"))
+        await asyncio.to_thread(entered.wait, 60)
+        assert await models.resolve("base:b") == "b" and not first.done()
+        go.set()
+        assert await first == "b"
+
+    asyncio.run(ask())
 
 
 def test_an_answer_in_one_piece(served: Served) -> None:

@@ -49,14 +49,15 @@ class Echo:
             await asyncio.sleep(60)
 
 
-class SmallProtocol(GuardedProtocol):
-    limits = SMALL
-
-
 @contextmanager
-def running(key: str | None) -> Iterator[int]:
+def running(key: str | None, app: Any = None, limits: Limits = SMALL) -> Iterator[int]:
     config = uvicorn.Config(
-        Guard(Echo(), SMALL, key), port=0, http=SmallProtocol, ws="none", log_config=None, lifespan="off"
+        Guard(app or Echo(), limits, key),
+        port=0,
+        http=type("SmallProtocol", (GuardedProtocol,), {"limits": limits}),
+        ws="none",
+        log_config=None,
+        lifespan="off",
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -96,7 +97,7 @@ def exchange(port: int, data: bytes) -> bytes:
 
 
 def request(path: str, body: bytes = b"", method: str = "POST", *lines: str) -> bytes:
-    head = [f"{method} {path} HTTP/1.1", "Host: me", f"Content-Length: {len(body)}", "Connection: close", *lines]
+    head = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", "Connection: close", *lines]
     return "\r\n".join([*head, "", ""]).encode("latin-1") + body
 
 
@@ -119,11 +120,11 @@ def test_a_complete_request_is_passed_on_with_few_headers(port: int) -> None:
     lines += ["Content-Type: application/json", "Authorization: Bearer secret", "Cookie: x"]
     seen = content(exchange(port, request("/v1/echo", b"hello", "POST", *lines)))
     assert seen == {
-        "headers": {"host": "me", "content-type": "application/json", "content-length": "5"},
+        "headers": {"host": "localhost", "content-type": "application/json", "content-length": "5"},
         "body": "hello",
         "more": False,
     }
-    chunked = b"POST /v1/echo HTTP/1.1\r\nHost: me\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    chunked = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     seen = content(exchange(port, chunked + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n"))
     assert (seen["body"], seen["headers"]["content-length"]) == ("hello", "5")
 
@@ -133,7 +134,7 @@ def test_a_complete_request_is_passed_on_with_few_headers(port: int) -> None:
 def test_a_long_body_is_refused(port: int, sent: int, chunked: bool) -> None:
     data = request("/v1/echo", b"x" * sent)
     if chunked:
-        head = b"POST /v1/echo HTTP/1.1\r\nHost: me\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        head = b"POST /v1/echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
         data = head + b"".join(b"1f4\r\n" + b"x" * 500 + b"\r\n" for _ in range(sent // 500 + 1)) + b"0\r\n\r\n"
     answer = exchange(port, data)
     # Of a sender that does not stop, the connection is closed: it may be too busy to hear why.
@@ -167,17 +168,54 @@ def test_no_more_requests_than_places(port: int) -> None:
         time.sleep(0.05)
 
 
-def test_no_more_connections_than_allowed(port: int) -> None:
-    open_ones = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(12)]
-    outcomes = []
-    for connection in open_ones:
-        try:
-            outcomes.append(connection.recv(1))
-        except ConnectionError:
-            outcomes.append(b"")
-        connection.close()
-    assert outcomes == [b""] * 12
-    assert status(exchange(port, request("/v1/echo"))) == 200
+def test_no_more_connections_than_allowed() -> None:
+    """Of three connections that do nothing, the third is closed at once, and no request is heard until one ends."""
+    with running(None, limits=Limits(connections=2, head_s=60)) as port:
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(2)]
+        assert exchange(port, request("/v1/echo")) == b""
+        idle[0].close()
+        while status(exchange(port, request("/v1/echo"))) != 200:
+            time.sleep(0.01)
+        idle[1].close()
+
+
+class Flood:
+    """Answers with more than any buffer holds, or a little more than nothing."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        size = 40 << 20 if scope["path"] == "/v1/flood" else 1
+        head = [(b"content-length", str(size).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+
+def test_who_does_not_read_loses_the_connection() -> None:
+    """All connections there are ask for much and read nothing of it: in the end others have their places."""
+    with running(None, Flood(), Limits(connections=2, head_s=0.2)) as port:
+        unread = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(2)]
+        for connection in unread:
+            connection.sendall(request("/v1/flood"))
+        until = time.monotonic() + 60
+        while status(exchange(port, request("/v1/little"))) != 200:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for connection in unread:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"]
+)
+def test_a_name_that_leads_here_is_not_this_server(port: int, locked: int, host: str) -> None:
+    """A page of another site asks under its own name (DNS rebinding); with a key it has nothing to gain."""
+    data = request("/v1/echo").replace(b"localhost", host.encode())
+    refused = exchange(port, data)
+    assert status(refused) == 403 and content(refused)["error"]["code"] == "forbidden_host"
+    assert status(exchange(locked, data)) == 401
+    keyed = request("/v1/echo", b"", "POST", f"Authorization: Bearer {KEY}").replace(b"localhost", host.encode())
+    assert status(exchange(locked, keyed)) == 200
+    for own in (b"127.0.0.1", b"127.0.0.1:8000", b"[::1]:8000", b"LOCALHOST:1"):
+        assert status(exchange(port, request("/v1/echo").replace(b"localhost", own))) == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/-/routes", "/-/healthz", "/docs", "/watchx", "/v2/x", "//v1/echo", "/healthz"])

@@ -127,6 +127,18 @@ def test_bounds_are_kept_before_anything_is_decoded(folder: Path, monkeypatch: p
     assert "patches" in refusal(builder, body([{"role": "user", "content": [image(tiny.noise(0, 1, 900))]}])).message
 
 
+def test_too_many_words_are_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are long ones remembered: each would stay in memory."""
+    builder = PromptBuilder(load_processor(folder), Limits(characters=20_000))
+    builder.build(parse_request(body([{"role": "user", "content": "up"}]), LIMITS))
+    kept = builder._encode_short.cache_info().currsize
+    refusal(builder, body([{"role": "user", "content": "word " * 3000}]))
+    assert builder._encode_short.cache_info().currsize == kept
+    monkeypatch.setattr(builder, "_tokenise", lambda messages: pytest.fail("made tokens"))
+    error = refusal(builder, body([{"role": "user", "content": [text("x" * 10_001)] * 2}]))
+    assert (error.param, error.code) == ("messages", "context_length_exceeded")
+
+
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])
 def test_images_are_what_pillow_makes_of_them(kind: str) -> None:
     frame = tiny.noise(1, 50, 70)
@@ -184,6 +196,7 @@ def test_pieces_of_text_add_up(ids: list[int], data: st.DataObject) -> None:
         ({"stop": ["x"]}, "stop"),
         ({"temperature": 1e-5}, "temperature"),
         ({"temperature": True}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 2**64}, "seed"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs"),

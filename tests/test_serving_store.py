@@ -293,6 +293,14 @@ def test_an_overwritten_name_is_noticed(file: str, bucket: Any, tmp_path: Path) 
         store.fetch("a")
 
 
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", ".source.json"])
+def test_what_was_tidied_away_is_downloaded_again(file: str, bucket: Any, tmp_path: Path) -> None:
+    upload(bucket, write_adapter(tmp_path / "a"))
+    store = open_store(PLACE, tmp_path / "cache")
+    (store.fetch("a") / file).unlink()
+    assert (store.fetch("a") / file).stat().st_size > 100
+
+
 def test_too_large_is_refused_before_the_download(
     bucket: Any, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

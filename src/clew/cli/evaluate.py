@@ -66,17 +66,17 @@ def run_eval(
         write_file_atomic(json_file, json.dumps(record(recipe, subject, results), indent=1) + "\n")
 
 
-def refuse_unwritable(json_file: Path) -> None:
+def refuse_unwritable(file: Path, option: str = "--json") -> None:
     """Says now, and not after minutes of play, that a file can't be written.
 
     Raises:
         UserError: it is a folder, or in a place that is closed.
     """
-    if json_file.is_dir():
-        raise UserError(f"--json {json_file} is a folder: name a file")
-    place = next(folder for folder in Path(os.path.abspath(json_file)).parents if folder.exists())
+    if file.is_dir():
+        raise UserError(f"{option} {file} is a folder: name a file")
+    place = next(folder for folder in Path(os.path.abspath(file)).parents if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise UserError(f"--json {json_file} can't be written: {place} is a file or closed to you; name another")
+        raise UserError(f"{option} {file} can't be written: {place} is a file or closed to you; name another")
 
 
 def results_table(results: list[Result]) -> Table:

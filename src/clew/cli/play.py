@@ -58,6 +58,8 @@ def run_play(
     recipe = load_recipe(recipe_name, overrides)
     if json_file is not None:
         refuse_unwritable(json_file)
+    if gifs is not None:
+        refuse_unwritable(gifs / "episode.gif", "--gifs")
     name = asked.suite or recipe.evaluation.suites[0]
     client = ChatClient(asked.url, read_api_key(asked.api_key_file))
     console = Console()

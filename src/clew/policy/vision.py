@@ -128,6 +128,11 @@ class FeatureCache:
     def __len__(self) -> int:
         return len(self._features)
 
+    @property
+    def tokens(self) -> int:
+        """Visual tokens whose features are held: what they take of memory is proportional to it."""
+        return sum(len(features.embeds_NH) for features in self._features.values())
+
     def clear(self) -> None:
         """Forgets all features."""
         self._features.clear()

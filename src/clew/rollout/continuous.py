@@ -18,7 +18,7 @@ from clew.rollout.engine import Sampling, uniforms
 from clew.rollout.transformers_engine import TransformersEngine
 
 _PREFILL_TOKENS = 8192  # of one round, padding included: what a long prompt may hold up the others
-_KEPT_FEATURES = 512  # frames whose visual features are kept
+_KEPT_TOKENS = 16_384  # visual ones whose features are kept: thousands of small frames, or one large one
 
 
 @dataclass(eq=False)
@@ -153,7 +153,7 @@ class ContinuousEngine(TransformersEngine):
 
     def _begin(self, new: list[Answer]) -> Tensor:
         """Computes new prompts on a cache of their own and puts it behind the others; logits [new, V]."""
-        if len(self.features) > _KEPT_FEATURES:
+        if self.features.tokens > _KEPT_TOKENS:
             self.features.clear()
         cache, positions = self._cache, self._positions
         self._cache, self._positions = self._new_cache(), [0] * len(new)

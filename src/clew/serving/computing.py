@@ -49,16 +49,22 @@ class Computing:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                while not (self._waiting or self._works or self._engines):
-                    self._changed.wait()
-                engines = list(dict.fromkeys([*self._engines, *self._waiting]))
-            for engine in engines:
-                self._round(engine)
-                self._advance_work()
-            self._engines = [engine for engine in engines if engine.busy]
-            if not engines:
-                self._advance_work()
+            self._turn()  # a call of its own, so that no variable keeps an engine alive while there is nothing to do
+
+    def _turn(self) -> None:
+        with self._changed:
+            while not (self._waiting or self._works or self._engines):
+                self._changed.wait()
+            engines = list(dict.fromkeys([*self._engines, *self._waiting]))
+        for engine in engines:
+            self._round(engine)
+            self._advance_work()
+        self._engines = [engine for engine in engines if engine.busy]
+        for engine in engines:
+            if not engine.busy:
+                engine.release()  # the keys and values of its last answers
+        if not engines:
+            self._advance_work()
 
     def _round(self, engine: ContinuousEngine) -> None:
         with self._changed:

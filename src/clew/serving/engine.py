@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import weakref
 from collections import defaultdict
@@ -23,7 +22,7 @@ from clew.serving.errors import ApiError
 from clew.serving.prompt import Prompt
 from clew.serving.store import open_store
 
-log = logging.getLogger(__name__)
+_LOOK_S = 0.05  # between two looks for a free place
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ class TransformersReplica:
         self._living: weakref.WeakValueDictionary[str, ContinuousEngine] = weakref.WeakValueDictionary()
         self._ready: dict[str, ContinuousEngine] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._max_adapters, self._merging = settings.max_adapters, asyncio.Lock()
 
     def check_health(self) -> None:
         """Ray asks now and then, and replaces a replica that raises."""
@@ -150,12 +150,6 @@ class TransformersReplica:
         finally:
             answer.dropped = True  # the client is served, or gone
 
-    async def answer(self, asked: Generation) -> Progress:
-        """All of an answer that is not streamed, at less cost to Ray than a stream of one."""
-        async for progress in self.generate(asked):
-            return progress
-        raise RuntimeError("an answer has ended without a word")
-
     async def _engine(self, name: str) -> ContinuousEngine:
         """The engine with an adapter merged; loads it when it isn't there.
 
@@ -182,8 +176,13 @@ class TransformersReplica:
         """Raises: ApiError."""
         with self._reader.refusing(name):
             adapter = await asyncio.to_thread(self._reader.read, name)
-            engine = await asyncio.to_thread(ContinuousEngine, self._vlm, self._features)
-            await asyncio.wrap_future(self._computing.work(engine.merging(adapter)))
+            async with self._merging:
+                # One more than may stay, as it is made before another gives up its place; those that have, and still
+                # answer, are waited for.
+                while len(self._living) > self._max_adapters:
+                    await asyncio.sleep(_LOOK_S)
+                engine = await asyncio.to_thread(ContinuousEngine, self._vlm, self._features)
+                await asyncio.wrap_future(self._computing.work(engine.merging(adapter)))
         return engine
 
 

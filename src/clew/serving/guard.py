@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
-import logging
 import os
+import re
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -23,7 +24,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from clew.serving.errors import ApiError, overloaded
 from clew.serving.limits import KEY_VARIABLE, Budget, Limits
 
-log = logging.getLogger(__name__)
 WATCH = "/watch"
 _PASSED_ON = {b"accept", b"content-type", b"host", b"if-modified-since", b"if-none-match", b"origin", b"range"}
 _METHODS = {"GET", "HEAD", "POST"}  # a name is a label of Ray's metrics: not any word a client makes up
@@ -38,10 +38,14 @@ def middlewares() -> list[Middleware]:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1 (its heads have 64 KiB at most) with a time limit for heads and a bound on connections."""
+    """uvicorn's HTTP/1.1 (its heads have 64 KiB at most) with a time limit for heads and a bound on connections.
+
+    A connection that was closed goes on while its client leaves unread what was sent, so it is cut off after a while.
+    """
 
     limits = Limits()
     _timer: asyncio.TimerHandle | None = None
+    _watcher: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
@@ -50,6 +54,7 @@ class GuardedProtocol(H11Protocol):
             transport.abort()
         else:
             self._start_timer()
+            self._watch()
 
     def data_received(self, data: bytes) -> None:
         """Bytes have come."""
@@ -62,11 +67,19 @@ class GuardedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended."""
         self._stop_timer()
+        if self._watcher is not None:
+            self._watcher.cancel()
         super().connection_lost(exc)
 
     @property
     def _in_request(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _watch(self, closing: bool = False) -> None:
+        if closing and self.transport.is_closing():  # as it was the last time already
+            self.transport.abort()
+        else:
+            self._watcher = self.loop.call_later(self.limits.head_s, self._watch, self.transport.is_closing())
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.limits.head_s, self.transport.abort)
@@ -102,6 +115,8 @@ class Guard:
             headers = dict(scope["headers"])
             body.declare(headers)
             self._check(scope["path"], scope["method"], headers)
+            if self._key is None and _is_loopback(scope["server"]):
+                _check_host(headers)
             await body.read()
             if self._requests >= self.limits.requests:
                 raise overloaded()
@@ -146,6 +161,27 @@ class Guard:
             raise ApiError(408, "the request took too long", "timeout") from error
         if not exchange.started:
             raise ApiError(503, "the server could not answer: try again", "unavailable")
+
+
+def _is_loopback(address: tuple[str, int | None] | None) -> bool:
+    return address is not None and ipaddress.ip_address(address[0]).is_loopback
+
+
+def _check_host(headers: dict[bytes, bytes]) -> None:
+    """Refuses names other than this machine's own for itself.
+
+    A page in a browser on this machine may ask whatever its own name leads to, and its owner may have that name lead
+    here (DNS rebinding). What is no name can't be led elsewhere.
+    """
+    host = headers.get(b"host", b"localhost").decode("latin-1").lower()
+    name = re.sub(r":\d*$", "", host).strip("[]")
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        if name != "localhost":
+            raise ApiError(
+                403, "without a key this server is localhost and nothing else: give it a key", "forbidden_host"
+            ) from None
 
 
 class _Gone(Exception):

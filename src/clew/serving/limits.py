@@ -22,6 +22,7 @@ class Limits:
         messages, images: of one request.
         image_bytes: of one encoded image.
         pixels: of all images of a request together, read from their headers before any is decoded.
+        characters: of all texts of a request together, counted before they are made tokens.
         context: tokens of prompt and answer; a model that has fewer positions has fewer.
     """
 
@@ -36,6 +37,7 @@ class Limits:
     images: int = 64
     image_bytes: int = 8 << 20
     pixels: int = 16_000_000
+    characters: int = 1 << 20
     context: int = 16_384
 
 

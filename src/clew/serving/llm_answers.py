@@ -55,7 +55,10 @@ class LlmAnswers:
         async with contextlib.AsyncExitStack() as stack:
             replies: Any = llm.chat.remote(_request(asked, room), None)
             stack.callback(replies.cancel)  # where the client has gone, the engine gives its place to another
-            first = await _next(replies, until)
+            try:
+                first = await _next(replies, until)
+            except StopAsyncIteration as error:
+                raise ApiError(503, "the engine broke off: try again", "unavailable") from error
             if not asked.stream:
                 return JSONResponse(first[0].model_dump())
             return Stream(_events(first, replies, until), stack.pop_all())

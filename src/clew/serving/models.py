@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 from clew.errors import UserError
@@ -11,6 +12,9 @@ from clew.serving.names import check_adapter_name
 from clew.serving.store import AdapterStore, StorageTrouble
 
 _FRESH_S = 2.0
+# A name that was there is believed that long without another look, and longer while the store is away or slow: its
+# adapter may be loaded, and whoever asks for it must not wait for the store.
+_TRUSTED_S = 60.0
 
 
 class Models:
@@ -24,7 +28,8 @@ class Models:
         self.base = base
         self._store = store
         self._names: list[str] = []
-        self._looked: float | None = None
+        self._trouble: ApiError | None = None  # of the last look
+        self._looked = -math.inf
         self._lock = asyncio.Lock()
 
     async def adapters(self) -> list[str]:
@@ -36,13 +41,26 @@ class Models:
         if self._store is None:
             return []
         async with self._lock:
-            if self._looked is None or time.monotonic() - self._looked > _FRESH_S:
+            if time.monotonic() - self._looked > _FRESH_S:
                 try:
-                    self._names = await asyncio.to_thread(self._store.names)
+                    self._names, self._trouble = await asyncio.to_thread(self._store.names), None
                 except StorageTrouble as error:
-                    raise ApiError(503, str(error), "storage_unavailable") from error
+                    self._trouble = ApiError(503, str(error), "storage_unavailable")
                 self._looked = time.monotonic()
+            if self._trouble is not None:
+                raise self._trouble
         return self._names
+
+    async def _has(self, adapter: str) -> bool:
+        known = adapter in self._names
+        if known and (self._lock.locked() or time.monotonic() - self._looked < _TRUSTED_S):
+            return True
+        try:
+            return adapter in await self.adapters()
+        except ApiError:
+            if not known:
+                raise
+            return True
 
     async def resolve(self, model: str) -> str:
         """The adapter that a model's name means; empty for the base model.
@@ -54,7 +72,7 @@ class Models:
         if base == self.base and not colon:
             return ""
         try:
-            known = base == self.base and check_adapter_name(adapter) in await self.adapters()
+            known = base == self.base and await self._has(check_adapter_name(adapter))
         except UserError:
             known = False
         if not known:

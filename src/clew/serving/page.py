@@ -99,12 +99,12 @@ def page_app(recipe: Recipe, api_url: str) -> FastAPI:
     async def walk(wanted: WalkRequest, request: Request) -> StreamingResponse:
         suite = await run_in_threadpool(tasks.suite, wanted.suite, wanted.index)
         client = ChatClient(api_url, _key(request), patience_s=_PATIENCE_S)
-        try:
+        try:  # a walk closes it at its end
             if wanted.model not in await run_in_threadpool(_models, client):
                 raise HTTPException(404, "the server has no such model")
             if not places.acquire(blocking=False):
                 raise HTTPException(503, f"{_WALKS} walks are going on: wait a moment", {"Retry-After": "5"})
-        except HTTPException:
+        except BaseException:  # a client that has gone, too
             client.close()
             raise
         events = start_walk(

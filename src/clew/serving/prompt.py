@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +18,8 @@ from clew.serving.errors import bad
 from clew.serving.images import EncodedImage, decode_image, open_image
 from clew.serving.limits import Limits
 from clew.serving.requests import ChatMessage, ChatRequest, TextPart
+
+_SHORT = 4096  # characters of a text whose tokens are remembered
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,7 @@ class PromptBuilder:
         self._special = _any_of(special)
         # An answer may say any of the others: it comes back as the model said it.
         self._never_said = _any_of({self.template.end_of_turn, *VISION_TOKENS})
-        self._encode: Callable[[str], tuple[int, ...]] = lru_cache(maxsize=512)(
-            lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-        )
+        self._encode_short = lru_cache(maxsize=512)(self._encode_long)
 
     async def build_apart(self, request: ChatRequest) -> Prompt:
         """``build`` on a thread, two at a time: images take memory while they are decoded.
@@ -76,6 +75,14 @@ class PromptBuilder:
         """
         messages: list[dict[str, Any]] = []
         images: list[EncodedImage] = []
+        if (length := sum(len(text) for message in request.messages for text in _texts(message))) > (
+            self.limits.characters
+        ):
+            raise bad(
+                f"the messages have {length} characters; at most {self.limits.characters} are taken",
+                "messages",
+                "context_length_exceeded",
+            )
         for index, message in enumerate(request.messages):
             where = f"messages.{index}.content"
             self._refuse_special(message, where)
@@ -124,12 +131,8 @@ class PromptBuilder:
         return Prompt(token_ids, grids, [decode_image(image) for image in images])
 
     def _refuse_special(self, message: ChatMessage, where: str) -> None:
-        if isinstance(message.content, str):
-            texts = [message.content]
-        else:
-            texts = [part.text for part in message.content if isinstance(part, TextPart)]
         refused = self._never_said if message.role == "assistant" else self._special
-        for text in texts:
+        for text in _texts(message):
             if found := refused.search(text):
                 raise bad(f"{found[0]} is a special token of the model and can't be part of a text", where)
 
@@ -155,6 +158,13 @@ class PromptBuilder:
             ids += self._encode(piece)
         return ids
 
+    def _encode(self, text: str) -> tuple[int, ...]:
+        # What comes again and again is short; kept long texts would be memory that clients fill.
+        return self._encode_short(text) if len(text) <= _SHORT else self._encode_long(text)
+
+    def _encode_long(self, text: str) -> tuple[int, ...]:
+        return tuple(self.template.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _expand(self, ids: list[int], counts: list[int]) -> list[int]:
         """Puts as many placeholders as an image has visual tokens where the template has one (truth 2)."""
         image = self.template.image_token_id
@@ -165,6 +175,12 @@ class PromptBuilder:
         for token in ids:
             expanded += [image] * next(of_each) if token == image else [token]
         return expanded
+
+
+def _texts(message: ChatMessage) -> list[str]:
+    if isinstance(message.content, str):
+        return [message.content]
+    return [part.text for part in message.content if isinstance(part, TextPart)]
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str]:

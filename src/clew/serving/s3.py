@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,9 @@ class S3Store:
         folder = self._cache / name
         try:
             with self._locked(name):
-                if not folder.is_dir():
+                if not _intact(folder):
+                    if folder.is_dir():
+                        shutil.rmtree(folder)
                     self._download(name, wanted, folder)
                 elif (folder / _SOURCE).read_text() != _record(wanted):
                     raise BrokenAdapter(
@@ -201,6 +204,15 @@ class S3Store:
                 except (BotoCoreError, HTTPError):  # cut off in the middle, or a wrong checksum
                     if attempt == _TRIES - 1:
                         raise
+
+
+def _intact(folder: Path) -> bool:
+    """Whether all that was downloaded is there still: what tidies a cache up may have taken some of it."""
+    try:
+        listed = json.loads((folder / _SOURCE).read_text())
+        return all((folder / file).stat().st_size == entry["size"] for file, entry in listed.items())
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _record(listed: dict[str, dict[str, Any]]) -> str:

@@ -7,12 +7,13 @@ import importlib.util
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from clew.serving.store import StorageTrouble, open_store
 
 if TYPE_CHECKING:
     from ray.serve import Application
+    from ray.serve.schema import LoggingConfig
     from rich.console import Console
 
     from clew.recipe import Recipe
@@ -54,7 +56,7 @@ class Options:
     host: str
     port: int
     max_adapters: int
-    key: str | None
+    key: str | None = field(repr=False)
     engine: str
     recipe: Recipe
 
@@ -79,7 +81,7 @@ def free_port(host: str, port: int) -> int:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             return int(probe.getsockname()[1])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that can be none, which is never looked up
         raise UserError(f"--host {host} --port {port} can't be used ({error}): name another") from error
 
 
@@ -188,14 +190,34 @@ def serving(options: Options, cache: Path) -> Iterator[str]:
         )
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=quiet)
         try:
-            serve.run(_chat(options, cache), name="chat", route_prefix="/", logging_config=quiet)
+            _run(_chat(options, cache), "chat", "/", quiet)
             shown = "127.0.0.1" if options.host in ("localhost", "0.0.0.0") else options.host
             url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
             page = watch_application(options.recipe, url)
-            serve.run(page, name="watch", route_prefix="/watch", logging_config=quiet)
+            _run(page, "watch", "/watch", quiet)
             yield url
         finally:
             serve.shutdown()
+
+
+def _run(application: Application, name: str, route_prefix: str, logging_config: LoggingConfig) -> None:
+    """Starts an application and waits until it serves.
+
+    Raises:
+        UserError: what the application's process found wrong with what it was given.
+    """
+    from ray import serve
+
+    try:
+        serve.run(application, name=name, route_prefix=route_prefix, logging_config=logging_config)
+    except RuntimeError as error:  # which says only that it failed
+        deployments = serve.status().applications[name].deployments.values()
+        said = re.search(
+            r"^clew\.errors\.UserError: (.+)", "\n".join(deployment.message for deployment in deployments), re.M
+        )
+        if said is None:
+            raise
+        raise UserError(said[1]) from error
 
 
 def _chat(options: Options, cache: Path) -> Application:
