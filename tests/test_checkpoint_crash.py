@@ -288,13 +288,27 @@ def test_the_lock_of_a_lost_machine_is_waited_for(tmp_path, caplog):
     try:
         with pytest.raises(UserError, match=f"process {child.pid} on "):
             RunLock(tmp_path, patience_s=60).acquire()
-        (tmp_path / ".lock").write_text(json.dumps({"pid": child.pid, "host": "a-machine-that-is-gone"}))
+        content = json.loads((tmp_path / ".lock").read_text())
+        (tmp_path / ".lock").write_text(json.dumps({**content, "host": "a-machine-that-is-gone"}))
         with pytest.raises(UserError, match="on a-machine-that-is-gone"):
             RunLock(tmp_path, patience_s=0.1).acquire()
         threading.Timer(0.5, child.kill).start()
         with RunLock(tmp_path, patience_s=60):
             assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
         assert "waiting for it" in caplog.text
+    finally:
+        end(child)
+
+
+def test_a_machine_that_has_the_name_of_the_lost_one_waits_for_its_lock_too(tmp_path):
+    """The pod of a head may be made anew under its old name; a process of the same number is none of the lost one's."""
+    child = hold(tmp_path)
+    try:
+        content = json.loads((tmp_path / ".lock").read_text())
+        (tmp_path / ".lock").write_text(json.dumps({**content, "start": "1"}))
+        threading.Timer(1, child.kill).start()
+        with RunLock(tmp_path, patience_s=60):
+            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
     finally:
         end(child)
 

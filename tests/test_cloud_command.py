@@ -8,12 +8,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command
+from conftest import ROOT, Command
 from manifests import STATIC, hyperpod, objects, texts
 
 from clew.cloud.render import render
@@ -43,7 +44,17 @@ def test_dockerfile(kind: str) -> None:
 
 def test_an_image_without_visgym() -> None:
     text = texts(load_recipe("gpu", ["runtime.shared_dir=/shared"]))["image/Dockerfile"]
-    assert "VisGym" not in text and "[ray,vllm]" in text
+    assert "VisGym" not in text and "[ray,aws,vllm]" in text
+
+
+def test_an_image_has_the_toolkit_that_the_watch_for_hung_jobs_needs() -> None:
+    """Its extra `aws`; SkyRL's workers have no such watch."""
+    text = texts(hyperpod())["image/Dockerfile"]
+    (extras,) = re.findall(r"clew-\*\.whl\)\[([a-z,]+)\]", text)
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = [package for extra in extras.split(",") for package in needed[extra]]
+    assert any(package.startswith("toolkit-for-ray-on-sagemaker-ai") for package in packages)
+    assert any(package.startswith("boto3") for package in packages), "clew export --to s3://"
 
 
 @pytest.fixture
@@ -133,6 +144,10 @@ def test_rendering_is_the_same_every_time() -> None:
         (["gpu", "runtime.shared_dir=shared"], 'runtime.shared_dir = "shared" is no place to mount'),
         (["hyperpod", "runtime.address=head:6379"], "runtime.address"),
         (["hyperpod", "model.path=./model"], 'model.path = "./model" is a folder of this machine'),
+        (
+            ["hyperpod", "environment.gymnasium.prompt=AKIA" + "Q" * 16],
+            "environment.gymnasium.prompt looks like a secret",
+        ),
         (["hyperpod", "model.lora.rank=600"], "model.lora.rank = 600: vLLM serves ranks up to 512"),
         (["hyperpod", "cluster.shm_gib=400"], "cluster.shm_gib = 400 is part of cluster.worker_memory_gib = 400"),
         (["hyperpod", "cluster.storage_gib=1300"], "cluster.storage_gib = 1300 is no size that FSx for Lustre has"),

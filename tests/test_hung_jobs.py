@@ -49,7 +49,7 @@ class Monitor(HTTPServer):
         self.posted: list[tuple[str, dict[str, Any]]] = []
         self.status = 200
         super().__init__((LOOPBACK, 8889), Handler)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -97,7 +97,7 @@ def test_a_failure_to_post_is_a_warning(monitor: Monitor, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_the_first_policy_worker_of_a_machine_is_watched(monitor: Monitor, quick_recipe: Path, tmp_path: Path) -> None:
-    ray = ["runtime.kind=ray", "runtime.workers_per_node=2", "training.steps=2"]
+    ray = ["runtime.kind=ray", "runtime.workers_per_node=2", "training.steps=2", "evaluation.before_training=false"]
     outcome = finish_clew(start_clew("train", quick_recipe, "--run", tmp_path / "run", *ray))
     assert outcome.code == 0, outcome
     ((path, body),) = monitor.posted  # one of the machine's two workers

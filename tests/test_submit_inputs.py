@@ -70,6 +70,12 @@ def test_addresses_that_are_taken(address: str) -> None:
         ("http://host:99999", "is no address"),
         ("http://me:geheim@host:8265", "a user or a password"),
         ("https://host/?token=geheim", "a query, as a browser's sign-in link does"),
+        ("https://host#geheim", "a query, as a browser's sign-in link does"),
+        ("sagemaker_ray://host.example.com/?token=geheim", "a query, as a browser's sign-in link does"),
+        ("host.example.com/bearer-auth?token=geheim", "a query, as a browser's sign-in link does"),
+        ("http://me:geheim@host:99999", "a user or a password"),
+        ("ftp://me:geheim@host", "a user or a password"),
+        ("me:geheim 2@host:8265", "a user or a password"),
         ("ray://head:10001", "is a Ray Client's; jobs go to the dashboard: give http://head:8265"),
         ("ftp://host:21", "jobs can't be sent by ftp://"),
         ("os://x", "jobs can't be sent by os://"),  # Ray would import a module of that name
@@ -184,6 +190,8 @@ def test_modules_beside_a_recipe_go_with_it_and_nothing_else(tmp_path: Path) -> 
     write(
         project, "tls.key", "id_rsa", "id_ed25519.pub", "hf_token", "token.txt", "aws-credentials.csv", "secrets.toml"
     )
+    write(project, "secrets/a.txt", "my-credentials/b/c.txt")
+    write(project, "begun/recipe.toml", "begun/.lock", "begun/eval/step-000000/heldout.sampled.json")
     (project / "link.py").symlink_to(tmp_path / "outside.py")
     (project / "helpers" / "up").symlink_to(tmp_path, target_is_directory=True)
     write(tmp_path, "outside.py")
@@ -237,12 +245,51 @@ def test_a_key_inside_a_file_stops_the_packing(tmp_path: Path) -> None:
     assert "ZZZ" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"x" * 1_500_000 + b"\nhf_" + b"a1B2" * 9,  # a notebook with its pictures
+        ("token: hf_" + "a1B2" * 9).encode("utf-16"),
+        b"\xff\xfe\0\x80 hf_" + b"a1B2" * 9,
+    ],
+    ids=["large", "UTF-16", "binary"],
+)
+def test_a_key_is_found_wherever_it_is(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path / "project", "frozen_lake.py")
+    (tmp_path / "project" / "notes").write_bytes(content)
+    (tmp_path / "staging").mkdir()
+    with pytest.raises(UserError, match="looks like a key"):
+        pack(parse_recipe(LAKES, source="test"), tmp_path / "project", tmp_path / "staging")
+
+
+def test_what_cannot_go_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, project, staging = parse_recipe(LAKES, source="test"), tmp_path / "project", tmp_path / "staging"
+    write(project, "frozen_lake.py", "helpers/maps.py")
+    staging.mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> object:  # root may read everything
+        if str(path).endswith("helpers"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"helpers, which would go .* Permission"):
+        patch.setattr(os, "scandir", scandir)
+        pack(recipe, project, staging)
+    os.close(os.open(os.fsencode(project) + b"/caf\xe9.txt", os.O_CREAT | os.O_WRONLY))
+    with pytest.raises(UserError, match=r"the name of 'caf\\udce9.txt' in .* is not UTF-8"):
+        pack(recipe, project, staging)
+
+
 def test_what_is_taken_for_a_secret() -> None:
     for name in ("tokenizer.json", "tokens.py", "keys.py", "environment.py", "maze_token_counts.py", "monkey.png"):
         assert not is_secret_file(name), name
     for name in ("API_TOKEN.txt", "Server.PEM", "my-secret.yaml", "id_rsa.bak", "gcp-credentials.json"):
         assert is_secret_file(name), name
     assert holds_secret("-----BEGIN RSA PRIVATE KEY-----") and holds_secret("-----BEGIN PRIVATE KEY-----")
+    assert holds_secret(f"aws_secret_access_key = {'wJalr/XUtn' * 4}") and holds_secret("glpat-" + "a1B2" * 5)
+    assert holds_secret(f'"SecretAccessKey": "x", "awsSecretAccessKey": "{"wJalr+XUtn" * 4}"')
+    assert holds_secret("github_pat_" + "a1B2" * 20) and holds_secret("AIza" + "a1B2_" * 7)
     assert not holds_secret((ROOT / "examples" / "frozen_lake.py").read_text())
     for name in ("laptop", "gpu", "visgym", "hyperpod"):
         assert not holds_secret(load_recipe(name).to_toml())

@@ -6,6 +6,7 @@ What is real: the toolkit, TLS, Ray's client, dashboard and jobs, the drivers th
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,9 +105,17 @@ def test_submit_follow_kill_resume_finish(gateway: Gateway, quick_recipe: Path, 
     outcome = finish_clew(process)
     assert outcome.code == 0 and outcome.err == "", outcome
     first, second = ids(outcome.out)
-    assert first != second and f"{first} was ended by SIGKILL" in outcome.out
-    assert "going on after step" in outcome.out and f"{second}: finished" in outcome.out
+    assert re.fullmatch(r"run-attempt-1-[0-9a-f]{6}", first) and re.fullmatch(r"run-attempt-2-[0-9a-f]{6}", second)
+    assert f"{first} was ended by SIGKILL" in outcome.out
+    assert "going on after step" in outcome.out and f"[clew] {second}: finished" in outcome.out
     assert steps(run_dir) == [1, 2, 3, 4, 5, 6]
     for secret in (gateway.token, *gateway.sessions):
         assert secret not in outcome.out
-    assert f"{second}  finished  " in clew("status", "--address", ADDRESS).out
+    status = clew("status", second, "--address", ADDRESS)
+    assert "(attempt 2)" in status.out and "last step:     6" in status.out and str(run_dir) in status.out
+    listed = clew("status", "--address", ADDRESS).out.splitlines()
+    assert any(line.startswith(f"{first}  was ended by SIGKILL  ") for line in listed)
+    assert any(line.startswith(f"{second}  finished  ") for line in listed)
+    logs = clew("logs", second, "--address", ADDRESS)
+    assert logs.code == 0 and "\nstep 6/6 " in logs.out
+    assert clew("logs", "nowhere", "--address", ADDRESS).code == 2

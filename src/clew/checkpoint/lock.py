@@ -30,8 +30,8 @@ class RunLock:
 
     Args:
         run_dir: the directory to lock; made if it is not there.
-        patience_s: seconds for which a lock of another host is waited for. A shared file system holds the lock of a
-            host that is lost until it has given the host up, which takes minutes.
+        patience_s: seconds for which a lock is waited for whose holder doesn't live on this host. A shared file
+            system holds the lock of a host that is lost until it has given the host up, which takes minutes.
     """
 
     # flock and not POSIX locks: those vanish when any part of the process opens and closes the file (copying
@@ -44,7 +44,8 @@ class RunLock:
 
     def acquire(self) -> RunLock:
         """Take the lock, creating the run directory if needed. UserError names the process that holds it."""
-        owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        pid = os.getpid()
+        owner = json.dumps({"pid": pid, "start": process_start(pid), "host": socket.gethostname()})
         try:
             make_directory(self.path.parent)
             began = time.monotonic()
@@ -110,26 +111,27 @@ class RunLock:
         """UserError naming the living process that the lock file names, or a return after a pause.
 
         A dead or missing name is a holder about to write its own, or a killed one whose forked worker has not
-        yet closed its copy; one of another host may be lost with it.
+        yet closed its copy; one of another host may be lost with it. A machine's replacement may have its name, so
+        a dead one may have been of another machine, too.
         """
         try:
             owner = json.loads(self.path.read_text())
-            pid, host = int(owner["pid"]), str(owner["host"])
+            pid, host, start = int(owner["pid"]), str(owner["host"]), owner.get("start")
         except (OSError, ValueError, KeyError, TypeError):
-            pid, host = 0, ""
-        elsewhere = bool(pid) and host != socket.gethostname()
-        named = elsewhere or (bool(pid) and process_start(pid) is not None)
+            pid, host, start = 0, "", None
+        here = bool(pid) and host == socket.gethostname() and process_start(pid) == start
+        named = here or (bool(pid) and host != socket.gethostname())
         if not named and waited_s <= _NAMING_S:
             time.sleep(0.02)
             return
-        if elsewhere and waited_s < self.patience_s:
+        last = f" (the last one known is {pid} on {host})" if pid else ""
+        holder = f"process {pid} on {host}" if named else f"another process{last}"
+        if not here and waited_s < self.patience_s:
             if not self._told:
-                log.warning("%s is locked by process %d on %s; waiting for it", self.path.parent, pid, host)
+                log.warning("%s is locked by %s; waiting for it", self.path.parent, holder)
             self._told = True
             time.sleep(1)
             return
-        last = f" (the last one known is {pid} on {host})" if pid else ""
-        holder = f"process {pid} on {host}" if named else f"another process{last}"
         raise UserError(
             f"{self.path.parent} is being written by {holder}; wait for it, stop it, or choose another run "
             "directory with --run"

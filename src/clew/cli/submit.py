@@ -184,7 +184,7 @@ def _times(start: int | None, end: int | None) -> str:
         return "not begun"
     from clew.report.progress import duration
 
-    until = end / 1000 if end else time.time()
+    until = end / 1000 if end else max(time.time(), start / 1000)  # the two machines' clocks may differ
     return f"{datetime.fromtimestamp(start / 1000, UTC):%Y-%m-%d %H:%M} UTC, {duration(until - start / 1000)}"
 
 

@@ -25,6 +25,17 @@ def check_address(address: str) -> str:
     Raises:
         UserError: it is something else, or its toolkit is not installed.
     """
+    # These two first: no other message may repeat what could let somebody in.
+    if "@" in address:
+        raise UserError(
+            "--address holds a user or a password, which logs would show: leave them out (a cluster with token "
+            "authentication takes RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)"
+        )
+    if re.search(r"[?#]", address):
+        raise UserError(
+            "--address ends in a query, as a browser's sign-in link does: give the dashboard's own address, "
+            "http://HOST:8265 or https://HOST, or sagemaker_ray://CLUSTER/NAMESPACE, which signs in by itself"
+        )
     if re.search(r"\s|[^!-~]", address):
         raise UserError(f"--address {address!r} holds spaces or odd characters: give {_FORMS}")
     scheme, separator, rest = address.partition("://")
@@ -50,16 +61,6 @@ def _dashboard(address: str) -> str:
         port = parts.port
     except ValueError as error:
         raise UserError(f"--address {address} is no address ({error}): give {_FORMS}") from error
-    if parts.username is not None or parts.password is not None:
-        raise UserError(
-            "--address holds a user or a password, which logs would show: leave them out (a cluster with token "
-            "authentication takes RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH)"
-        )
-    if parts.query or parts.fragment or "?" in address or "#" in address:
-        raise UserError(
-            "--address ends in a query, as a browser's sign-in link does: give the dashboard's own address, "
-            f"{parts.scheme}://{parts.netloc}, or sagemaker_ray://CLUSTER/NAMESPACE, which signs in by itself"
-        )
     host = parts.hostname or ""
     if not _HOST.fullmatch(host) and not re.fullmatch(r"[0-9a-f:]*:[0-9a-f:.]*", host):  # a name, IPv4 or IPv6
         raise UserError(f"--address {address} names no host: give {_FORMS}")

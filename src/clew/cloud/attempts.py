@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ray.job_submission import JobDetails, JobStatus
 
@@ -19,7 +20,7 @@ PATIENCE_S = 3600.0
 STUCK_AFTER = 3
 """Attempts in a row that end without a new step before it is called hopeless."""
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-_BAD_INPUT, _INTERRUPTED = 2, 130
+_BAD_INPUT, _INTERRUPTED = 2, (130, -signal.SIGINT)
 
 
 class Stopped(Exception):
@@ -33,22 +34,35 @@ def begin(connection: Connection, job: Job, say: Callable[[str], None], patience
         Unreachable: nobody answered for ``patience_s``.
         UserError: the live one has another recipe, or the cluster takes no such job.
     """
-    own = [found for found in clew_jobs(connection, patience_s) if (found.metadata or {}).get(RUN) == job.run_dir]
-    for found in own:
-        if not is_live(found):
-            continue
-        if (found.metadata or {}).get(RECIPE) != job.digest:
-            raise UserError(
-                f"job {found.submission_id} is writing {job.run_dir} with another recipe: stop it with `clew stop "
-                f"{found.submission_id}`, or choose another --run"
-            )
-        say(f"{found.submission_id} is live and writes {job.run_dir}; following that one")
-        return str(found.submission_id)
+    own = _of_the_run(connection, job, patience_s)
+    if (live := _live(own, job)) is not None:
+        say(f"{live} is live and writes {job.run_dir}: no other is submitted")
+        return live
     attempt = 1 + max((int((found.metadata or {}).get(ATTEMPT, "0")) for found in own), default=0)
     submission_id = f"{job.name}-attempt-{attempt}-{secrets.token_hex(3)}"
     submit(connection, job, submission_id, attempt, patience_s)
     say(f"submitted {submission_id}, which writes {job.run_dir}")
     return submission_id
+
+
+def _of_the_run(connection: Connection, job: Job, patience_s: float) -> list[JobDetails]:
+    return [found for found in clew_jobs(connection, patience_s) if (found.metadata or {}).get(RUN) == job.run_dir]
+
+
+def _live(own: Sequence[JobDetails], job: Job) -> str | None:
+    """The live one of a run's jobs.
+
+    Raises:
+        UserError: it has another recipe.
+    """
+    for found in filter(is_live, own):
+        if (found.metadata or {}).get(RECIPE) != job.digest:
+            raise UserError(
+                f"job {found.submission_id} is writing {job.run_dir} with another recipe: stop it with `clew stop "
+                f"{found.submission_id}`, or choose another --run"
+            )
+        return str(found.submission_id)
+    return None
 
 
 def see_through(
@@ -70,8 +84,8 @@ def see_through(
         UserError: bad input, here or there.
     """
     submission_id = begin(connection, job, say)
-    best, fruitless, pause = -1, 0, _PAUSE_S
-    for left in range(retries, -1, -1):
+    best, fruitless, pause, left = -1, 0, _PAUSE_S, retries
+    while True:
         watch = Watch()
 
         def take(text: str, watch: Watch = watch) -> None:
@@ -80,11 +94,18 @@ def see_through(
 
         try:
             ended = follow(connection, submission_id, take, say, PATIENCE_S)
+            # Two commands that see a run through may submit it at the same moment: the run takes one of the jobs.
+            refused = ended is not None and ended.driver_exit_code == _BAD_INPUT
+            writer = _live(_of_the_run(connection, job, PATIENCE_S), job) if refused else None
         except Unreachable as silence:
             raise RunFailed(
                 f"{connection.address} did not answer for {PATIENCE_S / 60:.0f} min ({silence}); a job that is still "
                 "there is followed by the same command"
             ) from silence
+        if writer is not None:
+            say(f"{submission_id} came second; following {writer}, which writes {job.run_dir}")
+            submission_id = writer
+            continue
         if (reason := _fault(submission_id, ended, watch)) is None:
             say(f"{submission_id}: finished")
             return
@@ -96,6 +117,7 @@ def see_through(
         if fruitless >= STUCK_AFTER:
             raise RunFailed(f"{fruitless} attempts in a row got no further than step {best}; the last one: {reason}")
         say(f"{reason}; submitting it again in {pause:.0f} s ({left} of {retries} retries left)")
+        left -= 1
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
         try:
@@ -118,7 +140,7 @@ def _fault(submission_id: str, ended: JobDetails | None, watch: Watch) -> str | 
     code = ended.driver_exit_code
     if code == _BAD_INPUT:
         raise UserError(f"{submission_id} ended with exit code 2: {watch.last_words or 'its log says why'}")
-    if ended.status == JobStatus.STOPPED or code == _INTERRUPTED:
+    if ended.status == JobStatus.STOPPED or code in _INTERRUPTED:
         raise Stopped(submission_id)
     words = f" ({watch.last_words})" if watch.last_words and code == 1 else ""
     return f"{submission_id} {ending(ended)}{words}"

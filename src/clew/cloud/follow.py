@@ -18,7 +18,7 @@ from clew.cloud.ray_client import JobClient, NoSuchJob, SessionEnded, Unreachabl
 SILENCE_S = 120.0
 """Seconds without a word after which a connection is made anew: it may be dead without knowing."""
 _ROUND_S, _LAST_WORDS_S = 1.0, 10.0
-_STEP = re.compile(r"step (\d+)/\d+\b|.*\bgoing on after step (\d+)$")
+_STEP = re.compile(r"step (\d+)/\d+ solved\b|.*\bgoing on after step (\d+)$")
 _WORDS = ("clew: error: ", "clew: failed: ", "clew: fault: ")
 
 

@@ -103,7 +103,8 @@ def chosen(connection: Connection, submission_id: str | None) -> JobDetails:
         UserError: there is no such job, or not exactly one is live.
     """
     if submission_id is not None:
-        if "/" in submission_id or not submission_id or (found := details(connection, submission_id)) is None:
+        found = details(connection, submission_id) if submission_id and "/" not in submission_id else None
+        if found is None or found.submission_id is None:  # none, or a driver that nobody submitted
             known = _named(clew_jobs(connection)[-5:])
             raise UserError(f"there is no job {submission_id} at {connection.address} (the last ones: {known})")
         return found

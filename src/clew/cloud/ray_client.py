@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from typing import Any
@@ -16,7 +17,12 @@ from clew.errors import UserError
 CONNECT_S, ANSWER_S = 10, 60
 """Seconds for a connection, and for an answer that has begun; Ray's own client waits for ever."""
 _OVERRIDES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
-_TRANSIENT = ("unable to connect", "timed out", "temporarily unavailable", "request failed", "(http 5")
+_LATER = (408, 425, 429)  # beside all of 5xx: not now
+_TRANSIENT = (
+    *("unable to connect", "could not connect", "timed out", "temporarily unavailable", "request failed"),
+    *("(http 5", "(http 429", "resource not found", "does not contain a connection url"),  # the last two: not yet there
+)
+"""What the toolkit says when a network or a cluster is away that may come back."""
 
 for _part in ("dashboard_sdk", "job.sdk"):  # they tell of every package and every socket
     logging.getLogger(f"ray.dashboard.modules.{_part}").setLevel(logging.WARNING)
@@ -59,12 +65,30 @@ class JobClient(JobSubmissionClient):
         if answer.is_redirect:
             target = answer.headers["Location"].partition("?")[0]  # what comes after it may be a secret
             raise SessionEnded(f"HTTP {answer.status_code}, which sends to {target}")
-        if answer.status_code == 404 and endpoint.startswith("/api/jobs/"):
+        status, about_jobs = answer.status_code, endpoint.startswith("/api/jobs/")
+        if status == 404 and about_jobs and "does not exist" in answer.text:  # Ray's words; a gateway has others
             raise NoSuchJob(endpoint.removeprefix("/api/jobs/").partition("/")[0])
-        if answer.status_code >= 500:
-            last = answer.text.strip().splitlines()[-1:] or [""]
-            raise Unreachable(f"HTTP {answer.status_code} {last[0][:200]}".strip())
+        refused_read = method == "GET" and about_jobs and status >= 400  # Ray would have answered it
+        if status >= 500 or status in _LATER or refused_read:
+            last = [line for line in answer.text.splitlines() if line.strip(" .")][-1:] or [""]
+            raise Unreachable(f"HTTP {status} {last[0].strip()[:200]}".strip())
+        if answer.ok and about_jobs and "json" not in answer.headers.get("Content-Type", ""):
+            raise NoDashboard("what answers there is no Ray dashboard: a page, where jobs were asked for")
         return answer
+
+    def get_job_logs(self, job_id: str) -> str:
+        """See Ray's; of a log that is not all UTF-8 too, which Ray's way to it can't decode."""
+        try:
+            return super().get_job_logs(job_id)
+        except Unreachable as error:
+            if "UnicodeDecodeError" not in str(error):
+                raise
+        place = f"node_id={self.get_job_info(job_id).driver_node_id}&filename=job-driver-{job_id}.log"
+        answer = self._do_request("GET", f"/api/v0/logs/file?{place}&lines=-1")
+        if not answer.ok:
+            raise Unreachable(f"HTTP {answer.status_code} for the log")
+        # With the line ends that Ray's other ways make: what was shown of the log is counted in letters.
+        return io.TextIOWrapper(io.BytesIO(answer.content), "utf-8", errors="replace").read()
 
 
 def connect(address: str) -> JobClient:

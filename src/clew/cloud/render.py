@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from clew import __version__
 from clew.checkpoint import write_file_atomic
-from clew.cloud.command import entrypoint, refuse_own_folder
+from clew.cloud.command import entrypoint, refuse_own_folder, refuse_secrets
 from clew.errors import UserError
 from clew.recipe import WARM_START, Recipe
 from clew.runtime.hub_folder import HubFolder
@@ -130,6 +130,7 @@ def _check_recipe(recipe: Recipe) -> None:
             f"runtime.address = {json.dumps(runtime.address)} is another cluster than the rendered one: leave it out"
         )
     refuse_own_folder(recipe)
+    refuse_secrets(recipe)
 
 
 def _check_folder(to: Path) -> None:
@@ -213,10 +214,10 @@ def _facts(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[str
 
 
 def _extras(recipe: Recipe) -> list[str]:
-    """Clew's extras that a run on Ray needs."""
+    """Clew's extras that a run on Ray needs; `aws` for exporting to S3, and for the watch for hung jobs."""
     vllm = ["vllm"] if recipe.rollout.engine == "vllm" else []
     gym = ["gym"] if recipe.environment.id.startswith(("visgym:", "gym:")) else []
-    return ["ray", *vllm, *gym]
+    return ["ray", "aws", *vllm, *gym]
 
 
 def _storage(recipe: Recipe, needed: Callable[[str, str], str]) -> dict[str, Any]:

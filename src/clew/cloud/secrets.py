@@ -37,9 +37,12 @@ SECRET_FILES = (
 _SHAPES = (
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY"),
     re.compile(r"\b(AKIA|ASIA)[0-9A-Z]{16}\b"),  # AWS
+    re.compile(r"(?i:secret_?access_?key)\W{1,5}[A-Za-z0-9/+]{40}"),
     re.compile(r"\bhf_[A-Za-z0-9]{30,}"),  # Hugging Face
     re.compile(r"\bsk-[A-Za-z0-9_-]{24,}"),  # OpenAI and others
-    re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36}"),  # GitHub
+    re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36}|\bgithub_pat_\w{40}"),  # GitHub
+    re.compile(r"\bglpat-[A-Za-z0-9_-]{20}"),  # GitLab
+    re.compile(r"\bAIza[A-Za-z0-9_-]{35}"),  # Google
     re.compile(r"\bxox[abpr]-[A-Za-z0-9-]{20,}"),  # Slack
     re.compile(r"\beyJ[A-Za-z0-9_-]{16,}\.eyJ[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}"),  # JSON Web Tokens
 )

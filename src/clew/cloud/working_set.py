@@ -7,9 +7,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from rich.filesize import decimal
 
+from clew.checkpoint.lock import LOCK_NAME
 from clew.cloud.secrets import holds_secret, is_secret_file
 from clew.errors import UserError
 from clew.recipe import Recipe, shipped_recipes
@@ -24,7 +26,6 @@ _FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages", "build", "di
 _RUN_FOLDERS = {"runs", "prepared", "checkpoints", "adapters", "tensorboard", "wandb", "mlruns", "outputs"}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz")
 _OTHERS = (".pyc", ".pyo", ".log", ".zip", ".tar", ".gz", ".tgz", ".whl", ".sqlite", ".db")
-_SCANNED = 1_000_000  # bytes; what a person has written is shorter
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,19 @@ def pack(recipe: Recipe, modules: Path | None, to: Path) -> WorkingSet:
 
     Args:
         modules: a folder to go with the recipe (see ``module_folder``), without run data, weights, caches, hidden
-            files, links and files that are named as secrets are.
+            files, links and what is named as secrets are.
         to: the folder to fill.
 
     Raises:
-        UserError: it is too large, or a file holds a secret.
+        UserError: it is too large, something in it can't be read, or a file holds a secret.
     """
-    found = dict(_find(modules)) if modules is not None else {}
     text = recipe.to_toml()
-    _check_size(
-        {**{name: path.stat().st_size for name, path in found.items()}, RECIPE_FILE: len(text.encode())}, modules
-    )
+    try:
+        found = dict(_find(modules)) if modules is not None else {}
+        sizes = {name: path.stat().st_size for name, path in found.items()}
+    except OSError as error:
+        raise _unreadable(error.filename, error) from error
+    _check_size({**sizes, RECIPE_FILE: len(text.encode())}, modules)
     digest = hashlib.sha256()
     files = {}
     for name in sorted([*found, RECIPE_FILE]):
@@ -92,8 +95,8 @@ def _read(path: Path) -> bytes:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path}, which would go with the recipe, cannot be read: {error.strerror}") from error
-    if len(content) <= _SCANNED and holds_secret(content.decode("utf-8", "replace")):
+        raise _unreadable(path, error) from error
+    if holds_secret(content.replace(b"\0", b"").decode("utf-8", "replace")):  # UTF-16 is ASCII with zeros between
         raise UserError(
             f"{path} would go to the cluster with the recipe and holds what looks like a key or a token: take it out "
             "of the file, or move the file out of the recipe's folder"
@@ -101,30 +104,44 @@ def _read(path: Path) -> bytes:
     return content
 
 
+def _unreadable(path: object, error: OSError) -> UserError:
+    return UserError(f"{path}, which would go with the recipe, cannot be read: {error.strerror}")
+
+
 def _find(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Files of a folder that may go: relative path and path."""
+    """Files of a folder that may go: relative path and path. OSError: it can't be looked through."""
+
+    def fail(error: OSError) -> NoReturn:  # what can't be looked into would be missing there without a word
+        raise error
+
     count = 0
-    for root, folders, names in os.walk(folder):
+    for root, folders, names in os.walk(folder, onerror=fail):
         here = Path(root)
         folders[:] = sorted(name for name in folders if _may_enter(here / name))
         for name in sorted(names):
             path = here / name
             if path.is_symlink() or not path.is_file() or not _may_go(name):
                 continue
+            relative = str(path.relative_to(folder))
+            if relative != relative.encode(errors="replace").decode():
+                raise UserError(f"the name of {relative!r} in {folder} is not UTF-8: rename it")
             count += 1
             if count > FILES_LIMIT:
                 raise UserError(
                     f"{folder} holds more than {FILES_LIMIT:,} files, all of which would go to the cluster: put the "
                     "recipe and its Python modules into a folder of their own"
                 )
-            yield str(path.relative_to(folder)), path
+            yield relative, path
 
 
 def _may_enter(folder: Path) -> bool:
     name = folder.name.lower()
     if name.startswith(".") or name in _FOLDERS | _RUN_FOLDERS or name.endswith(".egg-info") or folder.is_symlink():
         return False
-    run = (folder / RECIPE).is_file() and any((folder / part).exists() for part in ("metrics.jsonl", "checkpoints"))
+    if is_secret_file(name):
+        return False
+    parts = (LOCK_NAME, "metrics.jsonl", "checkpoints")
+    run = (folder / RECIPE).is_file() and any((folder / part).exists() for part in parts)
     model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     return not (run or model or (folder / "pyvenv.cfg").is_file())
 

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from clew.checkpoint import write_file_atomic
 from clew.checkpoint.staging import discard, staging_path
-from clew.errors import StorageError, UserError
+from clew.errors import RunFailed, StorageError, UserError
 from clew.policy.model import load_processor
 from clew.policy.paths import resolve_model_path
 from clew.recipe import WARM_START, Recipe
@@ -48,17 +48,19 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
 
     Raises:
         UserError: there is no such cluster, or it is too small.
-        RunFailed: workers die at the start.
+        RunFailed: workers die at the start; or a job finds the cluster too small on which it had its workers before,
+            so that machines are lost and another attempt may find them.
     """
     run_dir, recipe = Path(os.path.abspath(run_dir)), _seen_from_anywhere(recipe)
     placement = place(recipe)
     with _connected(recipe):
-        machines = _machines(placement, MACHINES_BACK_S if in_job() else 0.0, note)
+        lacking = RunFailed if in_job() and (run_dir / WORKERS).is_file() else UserError
+        machines = _machines(placement, MACHINES_BACK_S if in_job() else 0.0, note, lacking)
         gpus, cpus = sum(m.get("GPU", 0.0) for m in machines), min(m["CPU"] for m in machines)
         plan = plan_devices(recipe, placement, gpus, cpus)
         if plan.device == "cuda":
-            _check_gpus(placement, machines)
-        group = _reserve(placement, plan)
+            _check_gpus(placement, machines, lacking)
+        group = _reserve(placement, plan, lacking)
         try:
             actors = _Actors(recipe, placement, plan, group)
             sync = run_dir / SYNC
@@ -143,14 +145,14 @@ def _knock(address: str) -> None:
         socket.create_connection((match[1], int(match[2])), timeout=10).close()
 
 
-def _machines(placement: Placement, patience_s: float, note: Callable[[str], None]) -> list[dict[str, float]]:
+def _machines(
+    placement: Placement, patience_s: float, note: Callable[[str], None], lacking: type[Exception]
+) -> list[dict[str, float]]:
     """What each machine that takes work has.
 
     Args:
         patience_s: seconds for which machines that are missing are waited for.
-
-    Raises:
-        UserError: there are fewer than the recipe places workers on.
+        lacking: raised when there are fewer than the recipe places workers on.
     """
     needed, until, told = len(placement.nodes), time.monotonic() + patience_s, False
     while True:
@@ -158,7 +160,7 @@ def _machines(placement: Placement, patience_s: float, note: Callable[[str], Non
         if len(machines) >= needed:
             return machines
         if time.monotonic() >= until:
-            raise UserError(
+            raise lacking(
                 f"runtime.nodes = {needed} but the Ray cluster has {len(machines)} that take work: "
                 "add machines, or lower runtime.nodes"
             )
@@ -170,24 +172,20 @@ def _machines(placement: Placement, patience_s: float, note: Callable[[str], Non
         time.sleep(1)
 
 
-def _check_gpus(placement: Placement, machines: list[dict[str, float]]) -> None:
+def _check_gpus(placement: Placement, machines: list[dict[str, float]], lacking: type[Exception]) -> None:
     """Refuses at once what would wait for GPUs that no machine has."""
     needed = max(len(node.devices) for node in placement.nodes)
     counts = sorted((int(machine.get("GPU", 0)) for machine in machines), reverse=True)
     if counts[len(placement.nodes) - 1] < needed:
-        raise UserError(
+        raise lacking(
             f"[runtime] places work on {needed} GPUs of each of {len(placement.nodes)} machines, but those of the Ray "
             f"cluster have {', '.join(map(str, counts))}: lower runtime.workers_per_node or engines, or set "
             'model.device = "cpu"'
         )
 
 
-def _reserve(placement: Placement, plan: DevicePlan) -> PlacementGroup:
-    """One bundle a node, with all that is placed on it.
-
-    Raises:
-        UserError: the cluster has no room for them.
-    """
+def _reserve(placement: Placement, plan: DevicePlan, lacking: type[Exception] = UserError) -> PlacementGroup:
+    """One bundle a node, with all that is placed on it; raises ``lacking`` if the cluster has no room for them."""
     bundles = []
     for node in placement.nodes:
         bundle = {"CPU": plan.worker_cpus * (len(node.ranks) + len(node.engines))}
@@ -200,7 +198,7 @@ def _reserve(placement: Placement, plan: DevicePlan) -> PlacementGroup:
     except GetTimeoutError as error:
         remove_placement_group(group)
         available = {key: value for key, value in ray.available_resources().items() if key in ("CPU", "GPU")}
-        raise UserError(
+        raise lacking(
             f"[runtime]: the Ray cluster has no room for {bundles} (one bundle a machine; it has {available} left): "
             "wait for what runs there, add machines, or lower runtime.nodes, workers_per_node or engines"
         ) from error
