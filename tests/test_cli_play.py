@@ -93,7 +93,8 @@ def test_what_is_wrong_is_said(clew: Command, server: ReferenceServer) -> None:
     assert "--json . is a folder" in line("--json", ".")
     assert "--gifs not.json/episode.gif can't be written" in line("--gifs", "not.json")
     assert len(server.asked) == asked, "all of that is said before anything is played"
-    assert "--model warm-start:absent: " in line(model="warm-start:absent")
+    assert "has no such adapter; it lists warm-start:noise" in line(model="warm-start:absent")
+    assert "(see clew play --help)" in line("--nosuch")
     server.hook = lambda number, body: openai_server.error(422, "adapter noise is broken: no weights")
     assert "adapter noise is broken: no weights" in line(model="warm-start:noise")
 

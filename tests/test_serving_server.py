@@ -267,6 +267,7 @@ def test_nobody_else_can_speak_to_its_ray(chat_server: ChatServer) -> None:
     ("arguments", "message"),
     [
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--model", "package:warmstart"], "it has package:warm-start"),
         (["--model", "package:warm-start", "--adapters", "nowhere"], "--adapters nowhere"),
         (["--model", "package:warm-start", "--adapters", "s3://x"], "s3://bucket/prefix"),
         (["--model", "package:warm-start", "--name", "a:b"], "--name a:b"),

@@ -33,7 +33,11 @@ _PACKAGES = (
     "pydantic",
     "tensorboard",
 )
-_EXTRAS = {"ray": 'runtime.kind = "ray"', "vllm": 'rollout.engine = "vllm"'}
+_EXTRAS = {
+    "ray": 'runtime.kind = "ray", clew serve and clew submit',
+    "vllm": 'rollout.engine = "vllm"',
+    "boto3": "adapters in S3",
+}
 _MEMORY_NEEDED = 3.0  # GB, of the laptop recipe
 _DISK_NEEDED = 1.0  # GB, of its run directory with room to spare
 

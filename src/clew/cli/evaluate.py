@@ -89,7 +89,9 @@ def results_table(results: list[Result]) -> Table:
     for result in results:
         low, high = result.ci95
         lengths = "  ".join(
-            f"{length}: {r['solved']}/{r['total']}" for length, r in result.by_path_length().items() if length != "None"
+            f"{length}:\u00a0{r['solved']}/{r['total']}"
+            for length, r in result.by_path_length().items()
+            if length != "None"
         )
         rate, counts = f"{result.solve_rate:.1%}", f"{result.solved}/{result.total}"
         table.add_row(result.suite, result.mode, counts, rate, f"{low:.1%} - {high:.1%}", lengths)

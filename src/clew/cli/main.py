@@ -57,7 +57,9 @@ def _call(arguments: Sequence[str]) -> object:
     try:
         return app(list(arguments), prog_name="clew", standalone_mode=False)
     except TyperException as error:  # an unknown command or option, a value of the wrong kind
-        raise UserError(f"{error.format_message()} (see clew --help)") from error
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "clew"
+        raise UserError(f"{error.format_message()} (see {command} --help)") from error
 
 
 def _say(text: str, code: int) -> int:

@@ -21,7 +21,7 @@ from clew.recipe import load_recipe
 from clew.report.walks import write_gifs
 from clew.runtime.process import configure_environments
 from clew.serving.client import ChatClient, Refused, read_api_key
-from clew.serving.play import Comparison, check_model, compare, read_record, stop_reasons
+from clew.serving.play import Comparison, check_model, compare, read_record, stop_reasons, unknown_model
 from clew.serving.remote import RemoteRollouts
 
 _SHOWN_DIFFERENCES = 10
@@ -74,6 +74,8 @@ def run_play(
     except Refused as error:
         if error.status in (401, 403):
             raise
+        if error.code == "model_not_found":
+            raise unknown_model(client, asked.model) from error
         raise UserError(f"--model {asked.model}: {error}") from error
     finally:
         client.close()

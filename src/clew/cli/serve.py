@@ -43,6 +43,8 @@ def run_serve(
         if adapters is not None:
             raise UserError(f"--model {model} is an adapter itself: leave --adapters out, or give its base as --model")
         adapters = str(adapter)
+    if model.startswith("package:") and model != WARM_START:
+        raise UserError(f"--model {model}: the package has no such model; it has {WARM_START}")
     folder = resolve_model_path(ModelTable(path=base or model))
     if not Path(folder).is_dir():
         raise UserError(f"--model {model}: there is no such folder; `clew prepare` makes one of a hub's model")

@@ -138,7 +138,7 @@ class Guard:
         if self._key is not None and not public and not self._admits(headers.get(b"authorization", b"")):
             raise ApiError(401, "give the server's key: Authorization: Bearer KEY", "invalid_api_key")
         if not (public or page or path.startswith("/v1/")):
-            raise ApiError(404, "there is nothing at this path", "not_found")
+            raise ApiError(404, "there is nothing at this path: the API is under /v1, the page at /watch", "not_found")
         if method not in _METHODS:
             raise ApiError(405, "use GET or POST", "method_not_allowed")
 

@@ -33,9 +33,18 @@ def check_model(client: ChatClient, model: str) -> None:
             raise UserError(f"--url {client.url}: no OpenAI-compatible API is there ({error})") from error
         raise
     if model not in names and model.partition(":")[0] not in names:
-        more = ", ..." if len(names) > _SHOWN_NAMES else ""
-        there = ", ".join(names[:_SHOWN_NAMES]) + more
-        raise UserError(f"--model {model}: {client.url} has no such model; it has {there or 'none'}")
+        raise UserError(f"--model {model}: {client.url} has no such model; it has {_some(names)}")
+
+
+def unknown_model(client: ChatClient, model: str) -> UserError:
+    """Of an adapter that the server did not find when it was asked to play: what the server lists instead."""
+    names = [name for name in client.models() if name.startswith(model.partition(":")[0] + ":")]
+    return UserError(f"--model {model}: {client.url} has no such adapter; it lists {_some(names)}")
+
+
+def _some(names: list[str]) -> str:
+    """The last ones, which are those of the latest steps."""
+    return ("..., " if len(names) > _SHOWN_NAMES else "") + ", ".join(names[-_SHOWN_NAMES:]) or "none"
 
 
 @dataclass(frozen=True)

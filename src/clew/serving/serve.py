@@ -151,6 +151,12 @@ def serve(options: Options, console: Console) -> None:
             names = open_store(options.adapters, cache).names()
         except StorageTrouble as error:
             raise UserError(f"--adapters {options.adapters}: {error}") from error
+    console.print(
+        f"starting {options.name}: seconds for a small model, minutes for a large one",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     with serving(options, cache) as url:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own until then
         try:
@@ -250,6 +256,7 @@ def announce(options: Options, url: str, names: list[str], console: Console) -> 
     lines[1:] += [f"        {options.name}:{name}" for name in names[:_SHOWN]]
     if len(names) > _SHOWN:
         lines.append(f"        and {len(names) - _SHOWN} more: {url}/v1/models")
+    lines.append(f"watch:  {url}/watch")
     message = '{"model": "%s", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}'
     key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if options.key else ""
     model = f"{options.name}:{names[-1]}" if names else options.name
