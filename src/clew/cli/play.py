@@ -68,7 +68,10 @@ def run_play(
         configure_environments(recipe)
         suite = RecipeSuites(recipe).suite(name)
         recorded = read_record(compare_with, suite, asked.mode) if compare_with is not None else None
-        with console.status(f"{asked.model} plays the {len(suite.tasks)} tasks of {name}"):
+        task = f"{asked.model} plays the {len(suite.tasks)} tasks of {name}"
+        if not console.is_terminal:
+            console.print(task, markup=False, highlight=False, soft_wrap=True)
+        with console.status(task):
             rollouts = RemoteRollouts(client, asked.model, asked.clients)
             result = play_suite(recipe, rollouts, suite, asked.mode, asked.step)
     except Refused as error:

@@ -116,7 +116,7 @@ def see_through(
             raise RunFailed(f"{reason}{hint}")
         if fruitless >= STUCK_AFTER:
             raise RunFailed(f"{fruitless} attempts in a row got no further than step {best}; the last one: {reason}")
-        say(f"{reason}; submitting it again in {pause:.0f} s ({left} of {retries} retries left)")
+        say(f"{reason}; submitting it again in {pause:.0f} s (retry {retries - left + 1} of {retries})")
         left -= 1
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import ipaddress
 import logging
 import os
@@ -164,7 +165,7 @@ def serve(options: Options, console: Console) -> None:
             while True:
                 time.sleep(3600)
         except KeyboardInterrupt:
-            console.print("stopping")
+            console.print("stopping: takes some seconds")
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -203,7 +204,9 @@ def serving(options: Options, cache: Path) -> Iterator[str]:
             _run(page, "watch", "/watch", quiet)
             yield url
         finally:
-            serve.shutdown()
+            # Ray prints what its parts say of each other's end, though it was told to be quiet.
+            with contextlib.redirect_stdout(io.StringIO()):
+                serve.shutdown()
 
 
 def _run(application: Application, name: str, route_prefix: str, logging_config: LoggingConfig) -> None:
