@@ -78,6 +78,8 @@ class RayHead:
                 stdout=(self.folder / "start.log").open("ab"),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # As for whatever a script starts in its background: a job must hear Ray's Ctrl-C all the same.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
             )
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name that the console has no letters for must not end a run
             stream.reconfigure(errors="backslashreplace")
+    # Ray is to stop this job by Ctrl-C's signal (see cloud/jobs.py); where Ray was started in the background of a
+    # script, its children are told to ignore it.
+    if os.environ.get("RAY_JOB_STOP_SIGNAL") == "SIGINT":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 
