@@ -28,7 +28,7 @@ rehearse: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/rehearse_hyperpod.py
 
 test: $(STAMP)
-	$(BIN)/pytest -m "not slow and not vllm and not serve_llm and not skyrl"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not vllm and not serve_llm and not skyrl"
 
 test-slow: $(STAMP) $(TORCHVISION)
 	$(BIN)/pytest -m slow
@@ -40,18 +40,18 @@ $(TORCHVISION): | $(STAMP)
 # vLLM on a CPU, with an environment of its own: it takes minutes to install and pins much of what it needs.
 test-vllm:
 	PYTHON=$(PYTHON) scripts/setup_vllm.sh
-	OMP_NUM_THREADS=1 .venvs/vllm/bin/pytest -m vllm
+	OMP_NUM_THREADS=1 .venvs/vllm/bin/pytest -m vllm tests/test_vllm_*.py
 
 # `clew serve` on Ray Serve LLM and vLLM, on a CPU. Again an environment of its own: Ray pins another vLLM.
 test-serve-llm:
 	PYTHON=$(PYTHON) scripts/setup_serve_llm.sh
-	OMP_NUM_THREADS=1 .venvs/serve-llm/bin/pytest -m serve_llm
+	OMP_NUM_THREADS=1 .venvs/serve-llm/bin/pytest -m serve_llm tests/test_serve_llm.py
 
 # The real SkyRL and TRL, in an environment of their own. 75: the script could not reach the package registry.
 test-skyrl:
 	@PYTHON=$(PYTHON) scripts/setup_skyrl.sh; status=$$?; \
 	if [ $$status -eq 75 ]; then echo "test-skyrl: skipped, the package registry cannot be reached"; exit 0; fi; \
-	[ $$status -eq 0 ] && OMP_NUM_THREADS=1 .venvs/skyrl/bin/pytest -m skyrl
+	[ $$status -eq 0 ] && OMP_NUM_THREADS=1 .venvs/skyrl/bin/pytest -m skyrl tests/test_skyrl_*.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
