@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+log = logging.getLogger(__name__)
 _ASKED = "\nstopping: the current step is finished and saved first (Ctrl-C again stops at once)\n"
 
 
@@ -38,7 +40,14 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked or self.all_saved:
+            # The process ends here and now. A library's thread may be caught halfway through something (TensorBoard's
+            # writer, while an event is put into its queue), and what it says of that is nothing to the user.
+            threading.excepthook = _note_down
             raise KeyboardInterrupt
         self.asked = True
         # Not print: the handler may run in the middle of another print, which Python's buffers refuse.
         os.write(2, _ASKED.encode())
+
+
+def _note_down(fault: threading.ExceptHookArgs) -> None:
+    log.debug("a thread ended while the process was being stopped", exc_info=fault.exc_value)
