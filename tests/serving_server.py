@@ -13,6 +13,7 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from processes import alive, descendants
 
 from clew.policy.adapter import Adapter, attach_lora, current_adapter, write_adapter
 from clew.policy.model import load_model
@@ -129,27 +130,3 @@ def running(adapters: Path, *options: str, env: dict[str, str] | None = None) ->
         process.communicate(timeout=60)
     assert process.returncode == 0
     assert not [child for child in children if alive(child)], "processes are left"
-
-
-def descendants(root: int) -> list[int]:
-    """Processes that descend from one."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:  # it has ended meanwhile
-                continue
-            parents.setdefault(parent, []).append(int(entry.name))
-    found = list(parents.get(root, []))
-    for process in found:
-        found += parents.get(process, [])
-    return found
-
-
-def alive(process: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

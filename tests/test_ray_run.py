@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import Outcome, finish_clew, start_clew
-from serving_server import descendants
-from sockets import listening
+from processes import alive, descendants, listening
 
 RAY = ["runtime.kind=ray", "runtime.threads=1"]
 TWO = [*RAY, "runtime.workers_per_node=2", "runtime.engines=2"]
@@ -52,13 +51,6 @@ def wait_until(condition: Any, process: subprocess.Popen[str], timeout: float = 
 
 def workers(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
     return json.loads((run_dir / "workers.json").read_text())
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def assert_finished(run_dir: Path) -> None:

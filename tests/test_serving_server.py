@@ -24,8 +24,8 @@ import tiny
 import torch
 from conftest import Command, finish_clew, start_clew
 from PIL import Image
-from serving_server import BROKEN, GOOD, WARM_START, ChatServer, descendants, running
-from sockets import listening
+from processes import descendants, listening
+from serving_server import BROKEN, GOOD, WARM_START, ChatServer, running
 
 from clew.agent.ledger import Trajectory
 from clew.envs.registry import make_env

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clew.checkpoint import write_file_atomic
+from clew.console import say
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
 from clew.recipe import Recipe, load_recipe
@@ -61,7 +62,7 @@ def run_eval(
     )
     console.print(results_table(results))
     if adapter is not None:
-        console.print(f"adapter: {adapter}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"adapter: {adapter}")
     if json_file is not None:
         write_file_atomic(json_file, json.dumps(record(recipe, subject, results), indent=1) + "\n")
 

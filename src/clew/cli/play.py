@@ -12,6 +12,7 @@ from rich.console import Console
 from clew.agent.ledger import StopReason
 from clew.checkpoint import write_file_atomic
 from clew.cli.evaluate import refuse_unwritable, results_table
+from clew.console import say
 from clew.envs.suites import file_stem
 from clew.errors import UserError
 from clew.evaluation.evaluate import Result
@@ -70,7 +71,7 @@ def run_play(
         recorded = read_record(compare_with, suite, asked.mode) if compare_with is not None else None
         task = f"{asked.model} plays the {len(suite.tasks)} tasks of {name}"
         if not console.is_terminal:
-            console.print(task, markup=False, highlight=False, soft_wrap=True)
+            say(console, task)
         with console.status(task):
             rollouts = RemoteRollouts(client, asked.model, asked.clients)
             result = play_suite(recipe, rollouts, suite, asked.mode, asked.step)
@@ -90,7 +91,7 @@ def run_play(
         write_file_atomic(json_file, json.dumps(content, indent=1) + "\n")
     if gifs is not None:
         for path in write_gifs(gifs, asked.model, file_stem(name), result.trajectories):
-            console.print(f"gif: {path}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"gif: {path}")
     if recorded is not None:
         _show(compare(result, recorded), compare_with, console)
     _check_infrastructure(result, console)
@@ -98,15 +99,9 @@ def run_play(
 
 def _show(found: Comparison, path: Path | None, console: Console) -> None:
     of = f" (of the {found.recorded} in it)" if found.recorded != found.total else ""
-    console.print(
-        f"{found.same} of {found.total} episodes the same as in {path}{of}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"{found.same} of {found.total} episodes the same as in {path}{of}")
     for difference in found.differences[:_SHOWN_DIFFERENCES]:
-        line = f"  seed {difference.seed}: here {difference.here}; there {difference.there}"
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, f"  seed {difference.seed}: here {difference.here}; there {difference.there}")
     if len(found.differences) > _SHOWN_DIFFERENCES:
         console.print(f"  and {len(found.differences) - _SHOWN_DIFFERENCES} more")
     if found.differences:

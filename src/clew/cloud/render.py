@@ -16,6 +16,7 @@ from clew.checkpoint import write_file_atomic
 from clew.cloud.command import entrypoint, refuse_own_folder, refuse_secrets
 from clew.errors import UserError
 from clew.recipe import WARM_START, Recipe
+from clew.rollout.lora_room import LORA_RANKS, lora_room
 from clew.runtime.hub_folder import HubFolder
 from clew.runtime.placement import place
 from clew.runtime.run_directory import default_run_dir
@@ -29,7 +30,6 @@ BASES = {
 }
 RECIPE_DIR = "/etc/clew"
 RETRIES = 3
-_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for
 _NO_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # of YAML 1.1
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARK = "<!-- Rendered by `clew cluster render`."
@@ -236,8 +236,8 @@ def _storage(recipe: Recipe, needed: Callable[[str, str], str]) -> dict[str, Any
 
 def _serving(recipe: Recipe, needed: Callable[[str, str], str], unset: dict[str, str]) -> dict[str, Any]:
     model, rank = recipe.model, recipe.model.lora.rank
-    if rank > _LORA_RANKS[-1]:
-        raise UserError(f"model.lora.rank = {rank}: vLLM serves ranks up to {_LORA_RANKS[-1]}; lower it")
+    if rank > LORA_RANKS[-1]:
+        raise UserError(f"model.lora.rank = {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; lower it")
     source = model.path
     if not source.startswith("/"):
         commit = model.revision if re.fullmatch(r"[0-9a-f]{40}", model.revision or "") else None
@@ -251,6 +251,6 @@ def _serving(recipe: Recipe, needed: Callable[[str, str], str], unset: dict[str,
         "adapters": needed("adapters", "the S3 prefix that adapters are exported to, s3://bucket/prefix"),
         "model_id": model.served_name,
         "model_source": source,
-        "lora_room": next(room for room in _LORA_RANKS if room >= rank),
+        "lora_room": lora_room(rank),
         "frames": recipe.environment.max_turns,
     }

@@ -42,12 +42,12 @@ class Panel:
     most: float | None = None
 
 
-def _of(title: str, unit: str, *metrics: Metric, label: str = "", most: float | None = None) -> Panel:
+def _of(title: str, unit: str, *metrics: Metric, label: str = "", **look: Any) -> Panel:
     """Gauges as they are: a line a run and, if a label is given, a value of that label."""
     labels = (label,) if label else ()
     legend = f"{{{{run}}}} {{{{{label}}}}}" if label else "{{run}}"
     queries = tuple((latest(metric, CHOSEN, *labels), legend) for metric in metrics)
-    return Panel(title, " ".join(metric.help for metric in metrics), unit, queries, most=most)
+    return Panel(title, " ".join(metric.help for metric in metrics), unit, queries, **look)
 
 
 def _panels() -> dict[str, list[Panel]]:
@@ -55,14 +55,8 @@ def _panels() -> dict[str, list[Panel]]:
     age = f"time() - {latest(m.STEP_TIMESTAMP, CHOSEN)}"
     return {
         "Now": [
-            Panel("Step", m.STEP.help, "none", ((latest(m.STEP, CHOSEN), "{{run}}"),), "stat"),
-            Panel(
-                "Held-out solve rate",
-                m.PASS_AT_1.help,
-                "percentunit",
-                ((latest(m.PASS_AT_1, CHOSEN), "{{run}}"),),
-                "stat",
-            ),
+            _of("Step", "none", m.STEP, kind="stat"),
+            _of("Held-out solve rate", "percentunit", m.PASS_AT_1, kind="stat"),
             Panel("Since the last step", "Seconds since a step was finished.", "s", ((age, "{{run}}"),), "stat"),
         ],
         "Does it learn?": [
@@ -94,22 +88,10 @@ def _panels() -> dict[str, list[Panel]]:
             _of("Clipped tokens", "percentunit", m.CLIPPED),
         ],
         "Where does the time go?": [
-            Panel(
-                "Parts of a step",
-                m.PHASE_SECONDS.help,
-                "s",
-                ((latest(m.PHASE_SECONDS, CHOSEN, "phase"), "{{run}} {{phase}}"),),
-                stacked=True,
-            ),
+            _of("Parts of a step", "s", m.PHASE_SECONDS, label="phase", stacked=True),
             _of("Step", "s", m.STEP_SECONDS),
             _of("Tokens a second, in a step", "none", m.TOKENS_RATE),
-            Panel(
-                "Engines' queue",
-                m.QUEUE.help,
-                "none",
-                ((latest(m.QUEUE, CHOSEN, "state"), "{{run}} {{state}}"),),
-                stacked=True,
-            ),
+            _of("Engines' queue", "none", m.QUEUE, label="state", stacked=True),
             Panel(
                 "Tokens, last hour",
                 f"{m.TOKENS.help} {m.SAMPLED.help}",

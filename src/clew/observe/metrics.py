@@ -113,16 +113,17 @@ PHASE_SECONDS = Metric(
     "clew_phase_seconds",
     "gauge",
     "Duration of a part of the last training step: rollout, train, sync of the adapter, evaluation, checkpoint.",
-    {
-        f"timing/{key}_s": {"phase": phase}
-        for key, phase in {
-            "rollout": "rollout",
-            "train": "train",
-            "sync": "sync",
-            "eval": "evaluation",
-            "checkpoint": "checkpoint",
-        }.items()
-    },
+    _by(
+        "phase",
+        "timing/",
+        {
+            "rollout": "rollout_s",
+            "train": "train_s",
+            "sync": "sync_s",
+            "evaluation": "eval_s",
+            "checkpoint": "checkpoint_s",
+        },
+    ),
 )
 TOKENS_RATE = _gauge("clew_tokens_per_second", "Tokens of the step over rollout and update.", "timing/tokens_per_s")
 MEMORY = _gauge("clew_driver_peak_memory_bytes", "Largest resident memory of the driver so far.", "timing/rss_bytes")

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from clew.console import say
 from clew.report.reader import Run, Score, number
 
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
@@ -110,7 +111,7 @@ class Progress:
             self._live = None
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self.console, text)
 
     def _seconds_left(self) -> float | None:
         if not self._recent:

@@ -9,9 +9,9 @@ from typing import Any
 
 from clew.errors import UserError
 from clew.policy.model import ModelProcessor
+from clew.rollout.lora_room import LORA_RANKS, lora_room
 
 FORBIDDEN_KEY = "clew_forbidden_ids"  # under which vllm_mask finds the tokens that are never sampled
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for
 _CPU_BLOCK = 32  # tokens; with vLLM's 128, up to 127 tokens before each turn are computed again
 _CPU_BATCH = 8192  # tokens of all requests that a step computes
 _CPU_IMAGE_CACHE_GB = 1.0
@@ -71,7 +71,7 @@ def engine_options(
         "enable_prefix_caching": True,
         "enable_lora": True,
         "max_loras": 1,  # all requests of an engine are of one version; a new one takes its predecessor's place
-        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= settings.lora_rank),
+        "max_lora_rank": lora_room(settings.lora_rank),
         "generation_config": "vllm",  # no top-k, top-p or penalties from generation_config.json
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature, forbidden tokens masked out
         "logits_processors": ["clew.rollout.vllm_mask:ForbiddenTokens"],

@@ -30,7 +30,7 @@ from clew.runtime.engine_fleet import RayRollouts
 from clew.runtime.engine_workers import FEEDING, EngineWorker
 from clew.runtime.placement import Placement, place
 from clew.runtime.policy_workers import PolicyWorker, RayPolicy
-from clew.runtime.process import MACHINES_BACK_S, cores, in_job
+from clew.runtime.process import MACHINES_BACK_S, cores, in_job, in_job_s
 from clew.runtime.ray_metrics import RayMetrics
 from clew.runtime.run_directory import RECIPE
 from clew.training.run_state import next_session
@@ -55,7 +55,7 @@ def cluster(recipe: Recipe, run_dir: Path, note: Callable[[str], None]) -> Itera
     placement = place(recipe)
     with _connected(recipe):
         lacking = RunFailed if in_job() and (run_dir / WORKERS).is_file() else UserError
-        machines = _machines(placement, MACHINES_BACK_S if in_job() else 0.0, note, lacking)
+        machines = _machines(placement, in_job_s(MACHINES_BACK_S), note, lacking)
         gpus, cpus = sum(m.get("GPU", 0.0) for m in machines), min(m["CPU"] for m in machines)
         plan = plan_devices(recipe, placement, gpus, cpus)
         if plan.device == "cuda":

@@ -26,6 +26,7 @@ from clew.checkpoint import (
     write_directory,
     write_file_atomic,
 )
+from clew.console import say
 from clew.envs.base import ImageEnv
 from clew.envs.navigators import missing_reference
 from clew.envs.registry import make_env
@@ -75,7 +76,7 @@ def run_sft(recipe: Recipe, out: Path, console: Console, command: str) -> dict[s
         facts = _measure(recipe, vlm, work, console, command)
         write_directory(out, lambda folder: _write_model(vlm, work / "init", folder, facts), {})
     shutil.rmtree(work)
-    _say(console, f"model folder: {out} (give it as model.path)")
+    say(console, f"model folder: {out} (give it as model.path)")
     return facts
 
 
@@ -114,7 +115,7 @@ def _train(recipe: Recipe, vlm: VisionLanguageModel, env: ImageEnv, work: Path, 
     first = latest[0] if latest else 0
     truncate_jsonl(work / PROGRESS, lambda line: line["step"] <= first)
     steps = recipe.sft.steps
-    _say(
+    say(
         console,
         f"imitation: {steps} steps of {recipe.sft.frames_per_step} frames, after step {first}, in {work}",
     )
@@ -135,7 +136,7 @@ def _train(recipe: Recipe, vlm: VisionLanguageModel, env: ImageEnv, work: Path, 
         recent.append(progress)
         if progress.step % _SAY_EVERY == 0 or progress.step == steps:
             seconds = fmean(p.seconds for p in recent)
-            _say(
+            say(
                 console,
                 f"step {progress.step}/{steps}  loss {fmean(p.loss for p in recent):.4f} nats a token  "
                 f"p(answer) {fmean(p.answer_probability for p in recent):.3f}  {seconds:.2f} s a step  "
@@ -156,10 +157,10 @@ def _measure(recipe: Recipe, vlm: VisionLanguageModel, work: Path, console: Cons
         training = recipe.training.model_copy(update={"seed": seed})
         evaluator = make_evaluator(recipe.model_copy(update={"training": training}), vlm, None, lambda result: None)
         sampled.append(evaluator.regular(0))
-        _say(console, f"{suite}, sampling seed {seed}: {sampled[-1].solved}/{sampled[-1].total}")
+        say(console, f"{suite}, sampling seed {seed}: {sampled[-1].solved}/{sampled[-1].total}")
     only_main = recipe.model_copy(update={"evaluation": recipe.evaluation.model_copy(update={"suites": (suite,)})})
     greedy = make_evaluator(only_main, vlm, None, lambda result: None).thorough(0)[0]
-    _say(console, f"{suite}, greedy: {greedy.solved}/{greedy.total}")
+    say(console, f"{suite}, greedy: {greedy.solved}/{greedy.total}")
     lines = read_jsonl(work / PROGRESS, "loss", "answer_probability", "seconds")
     return {
         "command": command,
@@ -262,13 +263,9 @@ def _show_finished(recipe: Recipe, out: Path, console: Console) -> dict[str, Any
         raise UserError(f"--out {out} holds a model made with other settings: choose another folder or remove it")
     mean, greedy = evaluation["sampled_mean_solved"], evaluation["greedy"]
     seeds = len(evaluation["sampled"])
-    _say(
+    say(
         console,
         f"{out} is finished; solved of {greedy['total']}: {mean:.1f} sampled (mean of {seeds} seeds), "
         f"{greedy['solved']} greedy",
     )
     return facts
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from clew.checkpoint import CheckpointStore, RunLock, clean_staging
+from clew.console import say
 from clew.errors import Interrupted, UserError
 from clew.recipe import Recipe
 from clew.runtime.interrupt import StopRequest
-from clew.runtime.process import LOCK_FREE_S, check_parts, check_supported, in_job, located, prepare_process
+from clew.runtime.process import LOCK_FREE_S, check_parts, check_supported, in_job_s, located, prepare_process
 from clew.runtime.run_directory import (
     SUMMARY,
     adopt,
@@ -65,8 +66,8 @@ def launch(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict
     check_parts(recipe)  # first: nobody is to be sent to download a model for nothing
     ready = located(recipe)
     if fresh and (aside := set_aside(run_dir)) is not None:
-        _say(console, f"the run that was here is kept in {aside}")
-    with RunLock(run_dir, LOCK_FREE_S if in_job() else 0.0):
+        say(console, f"the run that was here is kept in {aside}")
+    with RunLock(run_dir, in_job_s(LOCK_FREE_S)):
         clean_staging(run_dir)
         going_on = has_results(run_dir)
         adopt(recipe, run_dir)
@@ -141,7 +142,7 @@ def _train(recipe: Recipe, run_dir: Path, going_on: bool, console: Console) -> d
 
     groups = f"{recipe.training.prompts_per_step} x {recipe.algorithm.group_size} trajectories"
     begun = f", going on after step {first}" if going_on else ""
-    _say(console, f"{recipe.name}: {total} steps of {groups} in {run_dir}{begun}")
+    say(console, f"{recipe.name}: {total} steps of {groups} in {run_dir}{begun}")
     try:
         with stop, tracker, progress, _workforce(recipe, run_dir, progress.note) as (policy, rollouts):
             summary = train(
@@ -209,15 +210,11 @@ def _show_finished(summary: Mapping[str, Any], run_dir: Path, console: Console) 
     report = run_dir / REPORT
     if not report.is_file() or report.stat().st_mtime < (run_dir / SUMMARY).stat().st_mtime:
         write_report(run_dir)  # the run was killed after its summary and before its report
-    _say(console, f"this run is finished (--fresh starts again, a larger training.steps goes on): {run_dir}")
+    say(console, f"this run is finished (--fresh starts again, a larger training.steps goes on): {run_dir}")
     console.print(summary_table(summary))
     _say_where(console, run_dir)
 
 
 def _say_where(console: Console, run_dir: Path) -> None:
-    _say(console, f"report: {run_dir / REPORT}")
-    _say(console, f"adapters, ready to serve: {run_dir / 'adapters'}")
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    say(console, f"report: {run_dir / REPORT}")
+    say(console, f"adapters, ready to serve: {run_dir / 'adapters'}")

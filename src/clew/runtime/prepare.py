@@ -9,6 +9,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from clew.checkpoint import clean_staging, write_directory
+from clew.console import say as print_line
 from clew.envs.base import Task
 from clew.errors import UserError
 from clew.recipe import WARM_START, Recipe
@@ -62,9 +64,7 @@ def prepare(recipe: Recipe, to: Path | None, console: Console, arguments: Sequen
         UserError: the model can't be had, the recipe's tasks can't be made, or there is no room.
     """
 
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    say = partial(print_line, console)
     root = to or prepared_dir(recipe)
     say(_write_task_lists(recipe, root))  # seconds: what is wrong with the recipe is found before the long download
     source = _hub_folder(recipe, root) if hub_id(recipe) else None

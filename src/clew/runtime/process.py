@@ -63,6 +63,11 @@ def in_job() -> bool:
     return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
 
 
+def in_job_s(seconds: float) -> float:
+    """Seconds to wait for what may come back: in a job these, elsewhere none."""
+    return seconds if in_job() else 0.0
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS

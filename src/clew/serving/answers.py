@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
@@ -16,11 +15,10 @@ from clew.serving.engine import Generation, Progress
 from clew.serving.errors import ApiError, overloaded
 from clew.serving.limits import Budget, Limits
 from clew.serving.prompt import Prompt, PromptBuilder
-from clew.serving.replies import END, Reply, Stream, event, token_logprob
+from clew.serving.replies import END, Reply, Stream, event, next_of, token_logprob
 from clew.serving.requests import ChatRequest
 from clew.serving.text import Detokenizer
 
-log = logging.getLogger(__name__)
 Generate = Callable[[Generation], AsyncGenerator[Progress]]
 """Answers one request; closing the iterator gives the answer up."""
 
@@ -85,17 +83,9 @@ class _Answer:
             ApiError: the engine refuses, fails, or takes too long.
         """
         try:
-            async with asyncio.timeout_at(self._until):
-                progress = await anext(self._progress)
-        except TimeoutError as error:
-            raise ApiError(408, "the answer took too long: ask for fewer tokens", "timeout") from error
+            progress = await next_of(self._progress, self._until)
         except StopAsyncIteration as error:
             raise ApiError(503, "the engine broke off: try again", "unavailable") from error
-        except ApiError:
-            raise
-        except Exception as error:  # Ray's: the engine's process died, or is being replaced
-            log.exception("the engine failed")
-            raise ApiError(503, "the engine failed: try again", "unavailable") from error
         if progress.error is not None:
             status, message, code = progress.error
             raise ApiError(status, message, code or None, "model" if status in (404, 422) else None)

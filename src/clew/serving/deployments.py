@@ -27,22 +27,27 @@ from clew.serving.store import AdapterStore, open_store
 
 # Placement must not wait on a machine of two cores: what caps the processes is their threads.
 _LITTLE = {"num_cpus": 0.01}
+_ROOM = 2 * Limits().requests  # the guard bounds requests: nothing ever waits, or is refused, in Ray's own queues
 
 
 def chat_application(name: str, settings: EngineSettings) -> Application:
     """The API under the name ``name``, with the transformers engine behind it."""
-    limits = Limits()
-    room = 2 * limits.requests  # the guard bounds requests: nothing ever waits, or is refused, in Ray's own queues
     engine: Any = serve.deployment(replica_class(settings.max_adapters))
     engine = engine.options(
         name="engine",
-        max_ongoing_requests=room,
+        max_ongoing_requests=_ROOM,
         ray_actor_options=_LITTLE | ({"num_gpus": 1} if settings.device == "cuda" else {}),
         graceful_shutdown_timeout_s=2,
     )
-    api: Any = serve.deployment(serve.ingress()(Api))
-    api = api.options(name="api", max_ongoing_requests=room, ray_actor_options=_LITTLE, graceful_shutdown_timeout_s=2)
-    return api.bind(name, settings, engine.bind(settings))
+    return _web(Api, "api").bind(name, settings, engine.bind(settings))
+
+
+def _web(kind: type, name: str) -> Any:
+    """The deployment of a class that builds a FastAPI application."""
+    deployment: Any = serve.deployment(serve.ingress()(kind))
+    return deployment.options(
+        name=name, max_ongoing_requests=_ROOM, ray_actor_options=_LITTLE, graceful_shutdown_timeout_s=2
+    )
 
 
 def vllm_application(name: str, settings: EngineSettings) -> Application:
@@ -54,11 +59,7 @@ def vllm_application(name: str, settings: EngineSettings) -> Application:
     config = llm_config(name, processor, settings.adapters, settings.max_adapters, context, gpu, limits)
     from ray.serve.llm import LLMConfig, build_llm_deployment
 
-    api: Any = serve.deployment(serve.ingress()(LlmApi))
-    api = api.options(
-        name="api", max_ongoing_requests=2 * limits.requests, ray_actor_options=_LITTLE, graceful_shutdown_timeout_s=2
-    )
-    return api.bind(name, settings, build_llm_deployment(LLMConfig(**config)))
+    return _web(LlmApi, "api").bind(name, settings, build_llm_deployment(LLMConfig(**config)))
 
 
 class Api:
@@ -109,12 +110,7 @@ def _store(settings: EngineSettings) -> AdapterStore | None:
 
 def watch_application(recipe: Recipe, api_url: str) -> Application:
     """The page beside the API, which it reaches as ``api_url``; the mazes are those of the recipe."""
-    page: Any = serve.deployment(serve.ingress()(Watch))
-    room = 2 * Limits().requests
-    page = page.options(
-        name="watch", max_ongoing_requests=room, ray_actor_options=_LITTLE, graceful_shutdown_timeout_s=2
-    )
-    return page.bind(recipe, api_url)
+    return _web(Watch, "watch").bind(recipe, api_url)
 
 
 class Watch:

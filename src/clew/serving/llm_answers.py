@@ -13,11 +13,12 @@ from ray.serve.handle import DeploymentHandle
 
 from clew.errors import UserError
 from clew.serving.adapters import AdapterReader
+from clew.serving.client import wire_seed
 from clew.serving.errors import ApiError
 from clew.serving.limits import Limits
 from clew.serving.llm import LORA_ROOM
 from clew.serving.prompt import PromptBuilder
-from clew.serving.replies import Stream, event
+from clew.serving.replies import Stream, event, next_of
 from clew.serving.requests import ChatRequest
 
 log = logging.getLogger(__name__)
@@ -78,13 +79,12 @@ class LlmAnswers:
 def _request(asked: ChatRequest, room: int) -> Any:
     from ray.serve.llm.openai_api_models import ChatCompletionRequest
 
-    seed = asked.seed
     return ChatCompletionRequest(
         model=asked.model,
         messages=[message.model_dump() for message in asked.messages],
         temperature=1.0 if asked.temperature is None else asked.temperature,
         max_completion_tokens=asked.wanted_tokens or room,
-        seed=seed - 2**64 if seed is not None and seed >= 2**63 else seed,  # vLLM's are signed
+        seed=None if asked.seed is None else wire_seed(asked.seed),  # vLLM's are signed
         stream=bool(asked.stream),
         stream_options=asked.stream_options.model_dump() if asked.stream and asked.stream_options else None,
         logprobs=bool(asked.logprobs),
@@ -93,24 +93,10 @@ def _request(asked: ChatRequest, room: int) -> Any:
 
 
 async def _next(replies: Any, until: float) -> list[Any]:
-    """What comes next.
-
-    Raises:
-        ApiError: the engine refuses, fails, or takes too long.
-        StopAsyncIteration: nothing does.
-    """
+    """What comes next, a batch of it. Raises: see ``next_of``."""
     from ray.serve.llm.openai_api_models import ErrorResponse
 
-    try:
-        async with asyncio.timeout_at(until):
-            reply = await anext(replies)
-    except TimeoutError as error:
-        raise ApiError(408, "the answer took too long: ask for fewer tokens", "timeout") from error
-    except StopAsyncIteration:
-        raise
-    except Exception as error:  # Ray's: the engine's process died, or is being replaced
-        log.exception("the engine failed")
-        raise ApiError(503, "the engine failed: try again", "unavailable") from error
+    reply = await next_of(replies, until)
     batch = reply if isinstance(reply, list) else [reply]
     for one in batch:
         if isinstance(one, ErrorResponse):

@@ -6,9 +6,8 @@ import asyncio
 import math
 import time
 
-from clew.errors import UserError
 from clew.serving.errors import ApiError
-from clew.serving.names import check_adapter_name
+from clew.serving.names import is_adapter_name
 from clew.serving.store import AdapterStore, StorageTrouble
 
 _FRESH_S = 2.0
@@ -71,10 +70,6 @@ class Models:
         base, colon, adapter = model.partition(":")
         if base == self.base and not colon:
             return ""
-        try:
-            known = base == self.base and await self._has(check_adapter_name(adapter))
-        except UserError:
-            known = False
-        if not known:
+        if base != self.base or not is_adapter_name(adapter) or not await self._has(adapter):
             raise ApiError(404, f"the model {model[:200]!a} does not exist", "model_not_found", "model")
         return adapter

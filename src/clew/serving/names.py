@@ -33,13 +33,18 @@ class S3Place:
         return "/".join((self.prefix, *parts))
 
 
+def is_adapter_name(name: str) -> bool:
+    """Whether an adapter may be called so: at most 128 of ``A-Z a-z 0-9 . _ -``, no ``..``."""
+    return _NAME.fullmatch(name) is not None and ".." not in name
+
+
 def check_adapter_name(name: str) -> str:
-    """Returns the name if an adapter may be called so: at most 128 of ``A-Z a-z 0-9 . _ -``, no ``..``.
+    """Returns the name if an adapter may be called so (see ``is_adapter_name``).
 
     Raises:
         UserError: it may not.
     """
-    if not _NAME.fullmatch(name) or ".." in name:
+    if not is_adapter_name(name):
         raise UserError(
             f"{_shown(name)} can't be an adapter's name: use at most 128 letters, digits, '.', '_' and '-', "
             "beginning with a letter or digit, without '..'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +124,4 @@ def outcome(episode: dict[str, Any]) -> str:
 
 def stop_reasons(episodes: Iterable[dict[str, Any]]) -> dict[str, int]:
     """How often each reason ended an episode, the most frequent first."""
-    counts: dict[str, int] = {}
-    for episode in episodes:
-        counts[episode["stop_reason"]] = counts.get(episode["stop_reason"], 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    return dict(Counter(episode["stop_reason"] for episode in episodes).most_common())

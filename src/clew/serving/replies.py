@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from clew.serving.errors import ApiError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,6 +86,28 @@ def token_logprob(text: str, logprob: float) -> dict[str, Any]:
 def model_card(name: str, created: int, parent: str | None = None) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
     return {"id": name, "object": "model", "created": created, "owned_by": "clew", "parent": parent}
+
+
+async def next_of(progress: AsyncIterator[T], until: float) -> T:
+    """What an engine tells next.
+
+    Args:
+        until: time of the event loop, in seconds, at which it is given up.
+
+    Raises:
+        ApiError: the engine refuses, fails, or takes too long.
+        StopAsyncIteration: nothing comes any more.
+    """
+    try:
+        async with asyncio.timeout_at(until):
+            return await anext(progress)
+    except TimeoutError as error:
+        raise ApiError(408, "the answer took too long: ask for fewer tokens", "timeout") from error
+    except (ApiError, StopAsyncIteration):
+        raise
+    except Exception as error:  # Ray's: the engine's process died, or is being replaced
+        log.exception("the engine failed")
+        raise ApiError(503, "the engine failed: try again", "unavailable") from error
 
 
 class Stream(StreamingResponse):

@@ -16,7 +16,7 @@ from typing import Any
 from clew.checkpoint import clean_staging
 from clew.checkpoint.staging import discard, fsync_path, staging_path
 from clew.errors import UserError
-from clew.serving.names import S3Place, check_adapter_name
+from clew.serving.names import S3Place, is_adapter_name
 from clew.serving.store import CONFIG, LIMITS, BrokenAdapter, StorageTrouble, check_files, check_sizes, unknown
 
 _SOURCE = ".source.json"  # beside the downloaded files: the ETags and sizes they had
@@ -126,13 +126,13 @@ class S3Store:
         with reported(self.place, "read"):
             for key in (entry["Key"] for page in pages for entry in page.get("Contents", ())):
                 name, _, file = key.removeprefix(start).partition("/")
-                if file == CONFIG and _allowed(name):
+                if file == CONFIG and is_adapter_name(name):
                     found.append(name)
         return sorted(found)
 
     def fetch(self, name: str) -> Path:
         """See ``AdapterStore``. Threads and processes that ask at once wait for one download."""
-        if not _allowed(name):
+        if not is_adapter_name(name):
             raise unknown(name)
         listed = list_files(self._client, self.place, name)
         check_sizes({file: entry["size"] for file, entry in listed.items()}, name)
@@ -217,11 +217,3 @@ def _intact(folder: Path) -> bool:
 
 def _record(listed: dict[str, dict[str, Any]]) -> str:
     return json.dumps(listed, sort_keys=True)
-
-
-def _allowed(name: str) -> bool:
-    try:
-        check_adapter_name(name)
-    except UserError:
-        return False
-    return True

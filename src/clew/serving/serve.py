@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from clew.console import say
 from clew.errors import UserError
 from clew.serving.client import read_api_key
 from clew.serving.limits import KEY_VARIABLE, Limits
@@ -152,12 +153,7 @@ def serve(options: Options, console: Console) -> None:
             names = open_store(options.adapters, cache).names()
         except StorageTrouble as error:
             raise UserError(f"--adapters {options.adapters}: {error}") from error
-    console.print(
-        f"starting {options.name}: seconds for a small model, minutes for a large one",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"starting {options.name}: seconds for a small model, minutes for a large one")
     with serving(options, cache) as url:
         signal.signal(signal.SIGTERM, _interrupt)  # Ray has a handler of its own until then
         try:
@@ -271,7 +267,7 @@ def announce(options: Options, url: str, names: list[str], console: Console) -> 
             f"warning: anybody who reaches {options.host} may use this server: set {KEY_VARIABLE} or --api-key-file"
         )
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def choose_engine(asked: str) -> str:

@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from clew.checkpoint import DamagedCheckpoint, read_manifest, verify
 from clew.checkpoint.durable import MANIFEST
 from clew.errors import UserError
-from clew.serving.names import check_adapter_name, parse_s3
+from clew.policy.adapter import CONFIG_FILE, WEIGHTS_FILE
+from clew.serving.names import check_adapter_name, is_adapter_name, parse_s3
 
-CONFIG, WEIGHTS, CARD = "adapter_config.json", "adapter_model.safetensors", "README.md"
+CONFIG, WEIGHTS, CARD = CONFIG_FILE, WEIGHTS_FILE, "README.md"
 LIMITS = {CONFIG: 1 << 20, WEIGHTS: 5 << 30, CARD: 1 << 20, MANIFEST: 1 << 20}
 """The files of an adapter and the most bytes each may have. 5 GiB is also the most that S3 takes in one piece."""
 PICKLED = ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin")
@@ -112,11 +113,7 @@ class LocalStore:
         return self._root / name
 
     def _offered(self, name: str) -> bool:
-        try:
-            check_adapter_name(name)
-        except UserError:
-            return False
-        if self._only not in (None, name) or any(mark in name for mark in _SET_ASIDE):
+        if not is_adapter_name(name) or self._only not in (None, name) or any(mark in name for mark in _SET_ASIDE):
             return False
         folder = self._root / name
         # Real paths: neither the folder nor a file of it may be a link to somewhere else.

@@ -15,11 +15,10 @@ from pathlib import Path
 from clew.envs.suites import file_stem
 from clew.evaluation.suites import longest_episode
 from clew.recipe import Recipe
+from clew.rollout.lora_room import LORA_RANKS
 
 EPSILON = 1e-6
 """What SkyRL 0.4.0 adds to a group's standard deviation; it has no option for it."""
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for. SkyRL hands it the adapter's own rank."""
 
 COUNTERPARTS = {
     "name": ("trainer.run_name",),
@@ -137,7 +136,7 @@ def refused(recipe: Recipe, run_dir: Path) -> Iterator[str]:
         yield f'model.dtype = "{model.dtype}": SkyRL computes in bfloat16 (set model.dtype="bfloat16")'
     if model.device == "cpu":
         yield 'model.device = "cpu": SkyRL\'s trainer needs CUDA (set model.device="cuda")'
-    if model.lora.rank not in LORA_RANKS:
+    if model.lora.rank not in LORA_RANKS:  # SkyRL hands vLLM the adapter's own rank
         yield f"model.lora.rank = {model.lora.rank}: vLLM takes {', '.join(map(str, LORA_RANKS))}"
     if not float(model.lora.alpha).is_integer():
         yield f"model.lora.alpha = {model.lora.alpha}: SkyRL takes whole numbers"

@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from clew.checkpoint import RunLock
+from clew.console import say
 from clew.envs.visgym.fork import VARIABLE as VISGYM
 from clew.errors import RunFailed, UserError
 from clew.recipe import Recipe, load_recipe
 from clew.runtime.hub_folder import HubFolder
-from clew.runtime.process import LOCK_FREE_S, check_parts, check_supported, configure_environments, in_job, located
+from clew.runtime.process import LOCK_FREE_S, check_parts, check_supported, configure_environments, in_job_s, located
 from clew.runtime.run_directory import RECIPE, adopt, check_run_dir, refuse_changed_recipe, set_aside
 from clew.runtime.skyrl.checkpoints import prepare_resume
 from clew.runtime.skyrl.translate import Places, Translation, shell_words, translate
@@ -34,14 +35,14 @@ def dry_run(recipe: Recipe, run_dir: Path, console: Console) -> None:
     path, unprepared = _model_path(recipe)
     translation = translate(recipe, run_dir, path)
     for word in shell_words(translation.overrides):
-        _say(console, word)
+        say(console, word)
     for line in (*unprepared, *translation.reported):
-        _say(console, f"# {line}")
+        say(console, f"# {line}")
     if installed():
         validate(translation.overrides)
-        _say(console, f"# valid: SkyRL accepts these {len(translation.overrides)} options, and none is unknown to it")
+        say(console, f"# valid: SkyRL accepts these {len(translation.overrides)} options, and none is unknown to it")
     else:
-        _say(console, f"# not validated: {INSTALL}")
+        say(console, f"# not validated: {INSTALL}")
 
 
 def launch_skyrl(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -> dict[str, Any]:
@@ -77,21 +78,21 @@ def launch_skyrl(recipe: Recipe, run_dir: Path, fresh: bool, console: Console) -
     translation = translate(recipe, run_dir, _loadable(located(recipe)))
     config = validate(translation.overrides)
     if fresh and (aside := set_aside(run_dir)) is not None:
-        _say(console, f"the run that was here is kept in {aside}")
-    with RunLock(run_dir, LOCK_FREE_S if in_job() else 0.0):
+        say(console, f"the run that was here is kept in {aside}")
+    with RunLock(run_dir, in_job_s(LOCK_FREE_S)):
         refuse_changed_recipe(recipe, run_dir)
         ranks = recipe.runtime.nodes * recipe.runtime.workers_per_node
         resume = prepare_resume(places.checkpoints, ranks, places.exports)
         for note in resume.notes:
-            _say(console, f"note: {note}")
+            say(console, f"note: {note}")
         if resume.step:
             _refuse_other_steps(recipe, run_dir)
         adopt(recipe, run_dir)
         if resume.step >= steps:
-            _say(console, f"this run is finished (--fresh starts again, another --run starts another): {run_dir}")
+            say(console, f"this run is finished (--fresh starts again, another --run starts another): {run_dir}")
         else:
             _train(recipe, places, translation, config, resume.step, console)
-    _say(console, f"exports, for clew eval and clew export: {places.exports}")
+    say(console, f"exports, for clew eval and clew export: {places.exports}")
     return {"steps": steps, "exports": str(places.exports)}
 
 
@@ -118,12 +119,12 @@ def _train(recipe: Recipe, places: Places, translation: Translation, config: Any
     from clew.runtime.skyrl.tasks import write_tasks
 
     for line in translation.reported:
-        _say(console, f"note: {line}")
+        say(console, f"note: {line}")
     write_tasks(recipe, places.tasks)
     for folder in (places.checkpoints, places.exports, places.lora_sync, places.logs):
         folder.mkdir(exist_ok=True)
     begun = f", going on after step {done}" if done else ""
-    _say(console, f"{recipe.name}: {recipe.training.steps} steps with SkyRL in {places.run_dir}{begun}")
+    say(console, f"{recipe.name}: {recipe.training.steps} steps with SkyRL in {places.run_dir}{begun}")
     try:
         run(config, recipe.runtime.env_processes)
     except RayError as error:
@@ -181,7 +182,3 @@ def _too_few(needed: int, there: int, where: str) -> str:
         f'runtime.kind = "skyrl" needs {needed} CUDA device{"s" * (needed > 1)}, and there are {there} on {where}: '
         "run it on GPUs, look at its options with --dry-run, or use another runtime.kind"
     )
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

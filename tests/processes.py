@@ -1,4 +1,4 @@
-"""Which TCP addresses processes listen at."""
+"""Processes of this machine: which live, which descend from one, and where they listen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _LOOPBACK = ("0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000")
+
+
+def descendants(root: int) -> list[int]:
+    """Processes that descend from one."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:  # it has ended meanwhile
+                continue
+            parents.setdefault(parent, []).append(int(entry.name))
+    found = list(parents.get(root, []))
+    for process in found:
+        found += parents.get(process, [])
+    return found
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def listening(processes: Iterable[int]) -> Iterator[tuple[bool, int]]:
