@@ -45,7 +45,7 @@ test-vllm:
 # `clew serve` on Ray Serve LLM and vLLM, on a CPU. Again an environment of its own: Ray pins another vLLM.
 test-serve-llm:
 	PYTHON=$(PYTHON) scripts/setup_serve_llm.sh
-	OMP_NUM_THREADS=1 .venvs/serve-llm/bin/pytest -m serve_llm tests/test_serve_llm.py
+	OMP_NUM_THREADS=1 .venvs/serve-llm/bin/pytest -m serve_llm tests/test_serve_llm*.py
 
 # The real SkyRL and TRL, in an environment of their own. 75: the script could not reach the package registry.
 test-skyrl:

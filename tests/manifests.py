@@ -23,7 +23,7 @@ CRDS = Path(os.environ.get("CLEW_KUBERAY_CRDS") or Path(__file__).resolve().pare
 
 SET = [  # what the published recipe leaves to an account
     "cluster.image=123456789012.dkr.ecr.us-west-2.amazonaws.com/clew:0.1.0-abc",
-    "cluster.serve_image=rayproject/ray-llm:2.60.0",
+    "cluster.serve_image=123456789012.dkr.ecr.us-west-2.amazonaws.com/clew:0.1.0-abc-serve",
     "cluster.subnet=subnet-0123456789abcdef0",
     "cluster.security_group=sg-0123456789abcdef0",
     "cluster.adapters=s3://models/maze",

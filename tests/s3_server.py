@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -62,6 +63,16 @@ def account(url: str) -> dict[str, str]:
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
         "AWS_MAX_ATTEMPTS": "2",
     }
+
+
+def put_adapters(folder: Path, names: Iterable[str], prefix: str) -> str:
+    """Uploads adapters of a folder, with the account of the environment; returns where they are."""
+    client = boto3.session.Session().client("s3")
+    client.create_bucket(Bucket=BUCKET)
+    for name in names:
+        for file in (folder / name).iterdir():
+            client.upload_file(str(file), BUCKET, f"{prefix}/{name}/{file.name}")
+    return f"s3://{BUCKET}/{prefix}"
 
 
 @contextlib.contextmanager

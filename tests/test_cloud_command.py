@@ -42,6 +42,15 @@ def test_dockerfile(kind: str) -> None:
     assert f"ray-{versions}" in base or f"ray:{versions}" in base
 
 
+def test_the_image_of_what_is_served() -> None:
+    """vLLM in the version that Ray pins, then Clew, as in the environment of `make test-serve-llm`."""
+    text = texts(hyperpod())["image/serve.Dockerfile"]
+    runs = [line[4:] for line in text.replace("\\\n", " ").splitlines() if line.startswith("RUN ")]
+    assert '"ray[default,serve,llm]==2.60.0"' in runs[0] and "[aws,ray]" in runs[1] and len(runs) == 3
+    for command in runs:
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+
+
 def test_an_image_without_visgym() -> None:
     text = texts(load_recipe("gpu", ["runtime.shared_dir=/shared"]))["image/Dockerfile"]
     assert "VisGym" not in text and "[ray,aws,vllm]" in text
@@ -83,14 +92,17 @@ def build(tmp_path: Path) -> Iterator[Any]:
 ACCOUNT = {"AWS_REGION": "us-west-2", "AWS_ACCOUNT_ID": "123456789012", "CLEW_SOURCE": "source"}
 
 
-def test_build_pushes_one_name(build: Any, tmp_path: Path) -> None:
+def test_build_pushes_one_name_each(build: Any, tmp_path: Path) -> None:
     code, err, calls = build(**ACCOUNT)
     assert code == 0, err
     image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/clew:0.1.0-0123456789ab"
     assert (tmp_path / "cluster/image/pushed").read_text() == f"{image}\n"
     assert f"docker build --platform linux/amd64 --tag {image} ." in calls and f"docker push {image}" in calls
     assert f"pip wheel --quiet --no-deps --wheel-dir wheels {tmp_path / 'source'}" in calls
-    load_recipe("hyperpod", [f"cluster.image={image}"])
+    assert f"docker build --platform linux/amd64 --tag {image}-serve --file serve.Dockerfile ." in calls
+    assert f"docker push {image}-serve" in calls and calls.rindex("docker build") < calls.index("docker push")
+    assert (tmp_path / "cluster/image/pushed-serve").read_text() == f"{image}-serve\n"
+    load_recipe("hyperpod", [f"cluster.image={image}", f"cluster.serve_image={image}-serve"])
 
 
 @pytest.mark.parametrize("missing", ACCOUNT)
@@ -148,7 +160,7 @@ def test_rendering_is_the_same_every_time() -> None:
             ["hyperpod", "environment.gymnasium.prompt=AKIA" + "Q" * 16],
             "environment.gymnasium.prompt looks like a secret",
         ),
-        (["hyperpod", "model.lora.rank=600"], "model.lora.rank = 600: vLLM serves ranks up to 512"),
+        (["hyperpod", "model.lora.rank=600"], "model.lora.rank = 600: vLLM loads ranks up to 512"),
         (["hyperpod", "cluster.shm_gib=400"], "cluster.shm_gib = 400 is part of cluster.worker_memory_gib = 400"),
         (["hyperpod", "cluster.storage_gib=1300"], "cluster.storage_gib = 1300 is no size that FSx for Lustre has"),
         (["hyperpod", "cluster.name=Maze"], "cluster.name"),

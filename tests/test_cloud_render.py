@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import tomllib
@@ -18,6 +19,7 @@ from manifests import CRDS, SET, STATIC, check, cluster_spec, hyperpod, kuberay_
 
 from clew.cloud.render import FILES, cluster_name, quoted, rendered
 from clew.recipe import load_recipe, parse_recipe
+from clew.serving.limits import GUARDED, KEY_VARIABLE
 
 RAY_FILES = ["ray-cluster.yaml", "ray-job.yaml", "ray-service.yaml"]
 
@@ -44,7 +46,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_manifest_is_valid(variant: str) -> None:
     made = objects(hyperpod(*VARIANTS[variant]))
-    assert len(made) == len(FILES) - (4 if variant == "on CPUs" else 3)
+    assert len(made) == len(FILES) - (5 if variant == "on CPUs" else 4)
     for name, manifest in made.items():
         check(manifest)
         assert manifest["kind"].lower() in name.replace("-", "") or name in ("volume-claim.yaml", "recipe.yaml")
@@ -185,17 +187,40 @@ def test_the_job_runs_the_recipe_that_is_mounted() -> None:
 
 
 def test_what_is_served() -> None:
-    config = yaml.safe_load(objects(hyperpod("model.lora.rank=48"))["ray-service.yaml"]["spec"]["serveConfigV2"])
+    """Whoever applies it has the server of `make test-serve-llm`: guard, key and limits are those of `clew serve`."""
+    manifest = objects(hyperpod())["ray-service.yaml"]
+    config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
     pytest.importorskip("ray.serve.schema").ServeDeploySchema.model_validate(config)
     (app,) = config["applications"]
-    assert app["import_path"] == "ray.serve.llm:build_openai_app"
-    (llm,) = app["args"]["llm_configs"]
-    assert llm["lora_config"]["dynamic_lora_loading_path"] == "s3://models/maze"
-    assert llm["engine_kwargs"]["enable_lora"] is True and llm["engine_kwargs"]["max_lora_rank"] == 64
-    assert llm["engine_kwargs"]["limit_mm_per_prompt"] == {"image": 15}
-    source = llm["model_loading_config"]["model_source"]
-    assert source == f"/shared/models/VisGym--visgym_model/{'a1' * 20}/mixed_qwen3vl"
-    assert ":" not in llm["model_loading_config"]["model_id"]  # BASE:ADAPTER
+    module, _, function = app["import_path"].partition(":")
+    service = importlib.import_module(module)
+    assert callable(getattr(service, function))
+    asked = service.ServiceArguments.model_validate(app["args"])
+    assert (asked.adapters, asked.engines, asked.device) == ("s3://models/maze", 2, "cuda")
+    assert asked.model == f"/shared/models/VisGym--visgym_model/{'a1' * 20}/mixed_qwen3vl"
+    assert ":" not in asked.name  # BASE:ADAPTER
+    secret = {"secretKeyRef": {"name": "maze-serve-key", "key": "key"}}
+    for _, pod in pods(manifest):
+        (container,) = pod["containers"]
+        environment = {entry["name"]: entry.get("value") or entry["valueFrom"] for entry in container["env"]}
+        assert environment.items() >= (GUARDED | {KEY_VARIABLE: secret}).items()
+    names = {
+        entry["name"] for _, pod in pods(objects(hyperpod())["ray-job.yaml"]) for entry in pod["containers"][0]["env"]
+    }
+    assert not names & {KEY_VARIABLE, *GUARDED}, "a run has nothing to do with it"
+
+
+@pytest.mark.parametrize("change", ["model.lora.rank=65", "environment.max_turns=65", "rollout.max_tokens=16385"])
+def test_what_the_server_would_refuse_is_not_rendered_and_the_index_says_why(change: str) -> None:
+    key, _, value = change.partition("=")
+    room = "training.tokens_per_microbatch=20000"
+    made = texts(hyperpod(change, room))
+    assert "ray-service.yaml" not in made and "image/serve.Dockerfile" not in made
+    assert (
+        f"There is no `ray-service.yaml`: `{key} = {value}` is more than the {int(value) - 1} that" in made["README.md"]
+    )
+    assert "pushed-serve" not in made["README.md"] and "serve.Dockerfile" not in made["image/build.sh"]
+    assert "ray-service.yaml" in texts(hyperpod(f"{key}={int(value) - 1}", room))
 
 
 # ---- any recipe

@@ -13,7 +13,7 @@ pytest.importorskip("ray.serve.llm")
 
 import openai
 from conftest import Command
-from s3_server import BUCKET, account, boto3
+from s3_server import account, put_adapters
 from serving_server import BROKEN, GOOD, ChatServer, make_adapters, running
 
 pytestmark = pytest.mark.serve_llm
@@ -29,13 +29,9 @@ def server(s3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatSe
     with pytest.MonkeyPatch.context() as patch:
         for key, value in account(s3).items():
             patch.setenv(key, value)
-        client = boto3.session.Session().client("s3")
-        client.create_bucket(Bucket=BUCKET)
-        for name in (*SOUND, *DAMAGED):
-            for file in (folder / name).iterdir():
-                client.upload_file(str(file), BUCKET, f"maze/{name}/{file.name}")
+        adapters = put_adapters(folder, (*SOUND, *DAMAGED), "maze")
         cache = str(folder / "cache")
-        with running(f"s3://{BUCKET}/maze", "--engine", "vllm", env={"XDG_CACHE_HOME": cache}) as found:
+        with running(adapters, "--engine", "vllm", env={"XDG_CACHE_HOME": cache}) as found:
             found.adapters = folder
             yield found
 

@@ -25,7 +25,7 @@ from clew.serving.app import build_app
 from clew.serving.engine import Generation, Progress
 from clew.serving.errors import ApiError
 from clew.serving.limits import Limits
-from clew.serving.llm import LORA_ROOM, llm_config, refuse_folder
+from clew.serving.llm import llm_config, refuse_folder
 from clew.serving.models import Models
 from clew.serving.prompt import PromptBuilder
 from clew.serving.store import StorageTrouble
@@ -284,9 +284,12 @@ def test_the_configuration_of_serve_llm() -> None:
     assert config["model_loading_config"] == {"model_id": "base", "model_source": processor.path}
     assert config["lora_config"]["dynamic_lora_loading_path"] == "s3://bucket/adapters"
     engine = config["engine_kwargs"]
-    assert (engine["enable_lora"], engine["max_lora_rank"], engine["max_loras"]) == (True, LORA_ROOM, 3)
+    assert (engine["enable_lora"], engine["max_lora_rank"], engine["max_loras"]) == (True, Limits().lora_rank, 3)
     assert (engine["max_model_len"], engine["generation_config"]) == (4096, "vllm")
     assert engine["additional_config"] == {FORBIDDEN_KEY: processor.forbidden_ids}
+    assert config["deployment_config"]["num_replicas"] == 1
+    several = llm_config("base", processor, None, 3, 4096, True, Limits(), 2)["deployment_config"]
+    assert several["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 2} and "num_replicas" not in several
     assert "lora_config" not in llm_config("base", processor, None, 3, 4096, True, Limits())
     refuse_folder("s3://bucket/adapters")
     refuse_folder(None)

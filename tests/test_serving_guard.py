@@ -218,7 +218,9 @@ def test_a_name_that_leads_here_is_not_this_server(port: int, locked: int, host:
         assert status(exchange(port, request("/v1/echo").replace(b"localhost", own))) == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/-/routes", "/-/healthz", "/docs", "/watchx", "/v2/x", "//v1/echo", "/healthz"])
+@pytest.mark.parametrize(
+    "path", ["/", "/-/routes", "/-/healthz/", "/docs", "/watchx", "/v2/x", "//v1/echo", "/healthz"]
+)
 def test_other_paths_do_not_exist(port: int, path: str) -> None:
     assert status(exchange(port, request(path, b"", "GET"))) == 404
 
@@ -254,5 +256,5 @@ def test_with_the_key(locked: int) -> None:
     assert "authorization" not in content(exchange(locked, request("/v1/echo", b"", "POST", bearer)))["headers"]
     seen = content(exchange(locked, request("/watch/api/walk", b"", "POST", bearer)))
     assert seen["headers"]["authorization"] == f"bearer {KEY}"
-    for path in ("/health", "/watch", "/watch/", "/watch/style.css"):
+    for path in ("/health", "/-/healthz", "/watch", "/watch/", "/watch/style.css"):
         assert status(exchange(locked, request(path, b"", "GET"))) == 200

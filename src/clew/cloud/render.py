@@ -16,10 +16,11 @@ from clew.checkpoint import write_file_atomic
 from clew.cloud.command import entrypoint, refuse_own_folder, refuse_secrets
 from clew.errors import UserError
 from clew.recipe import WARM_START, Recipe
-from clew.rollout.lora_room import LORA_RANKS, lora_room
+from clew.rollout.lora_room import LORA_RANKS
 from clew.runtime.hub_folder import HubFolder
 from clew.runtime.placement import place
 from clew.runtime.run_directory import default_run_dir
+from clew.serving.limits import GUARDED, HTTP_TIMES, KEY_VARIABLE, Limits
 
 RAY, SKYRLS_RAY, SKYRL = "2.60.0", "2.57.0", "0.4.0"
 """Versions that Clew is tested with: Ray, the one that SkyRL pins, SkyRL."""
@@ -36,7 +37,8 @@ _MARK = "<!-- Rendered by `clew cluster render`."
 
 FILES = {
     "image/Dockerfile": "container image of head and workers",
-    "image/build.sh": "builds it and pushes it to ECR",
+    "image/serve.Dockerfile": "container image of what is served",
+    "image/build.sh": "builds the images and pushes them to ECR",
     "service-account.yaml": "what the pods run as, and how it gets rights in AWS",
     "storage-class.yaml": "how a new FSx for Lustre file system is made",
     "persistent-volume.yaml": "the FSx for Lustre file system that exists",
@@ -78,8 +80,8 @@ def rendered(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[s
     facts, unset = _facts(recipe, to, arguments)
     made = dict(FILES)
     del made["persistent-volume.yaml" if recipe.cluster.file_system is None else "storage-class.yaml"]
-    if not facts["served"]:
-        del made["ray-service.yaml"]
+    if facts["not_served"]:
+        del made["ray-service.yaml"], made["image/serve.Dockerfile"]
     facts["files"] = made
     environment = Environment(  # manifests and scripts, no HTML
         loader=FileSystemLoader(_TEMPLATES),
@@ -129,6 +131,10 @@ def _check_recipe(recipe: Recipe) -> None:
         raise UserError(
             f"runtime.address = {json.dumps(runtime.address)} is another cluster than the rendered one: leave it out"
         )
+    if recipe.rollout.engine == "vllm" and recipe.model.lora.rank > LORA_RANKS[-1]:
+        raise UserError(
+            f"model.lora.rank = {recipe.model.lora.rank}: vLLM loads ranks up to {LORA_RANKS[-1]}; lower it"
+        )
     refuse_own_folder(recipe)
     refuse_secrets(recipe)
 
@@ -171,7 +177,7 @@ def _facts(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[str
     shared_dir = str(runtime.shared_dir)
     run_dir = str(PurePosixPath(shared_dir) / default_run_dir(recipe))
     there = f"{RECIPE_DIR}/recipe.toml"
-    served = gpus > 0 and recipe.model.path != WARM_START
+    not_served = _not_served(recipe, gpus)
     facts = {
         "recipe": recipe,
         "cluster": cluster,
@@ -204,11 +210,11 @@ def _facts(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[str
         "gym": recipe.environment.id.startswith(("visgym:", "gym:")),
         "extras": ",".join(_extras(recipe)),
         "version": __version__,
-        "served": served,
+        "not_served": not_served,
         **BASES,
         **_storage(recipe, needed),
     }
-    if served:
+    if not_served is None:
         facts |= _serving(recipe, needed, unset)
     return facts | {"unset": unset}, unset
 
@@ -234,10 +240,23 @@ def _storage(recipe: Recipe, needed: Callable[[str, str], str]) -> dict[str, Any
     }
 
 
+def _not_served(recipe: Recipe, gpus: int) -> str | None:
+    """Why the recipe's model can't be served as the others are; None if it can."""
+    limits = Limits()
+    if gpus == 0 or recipe.model.path == WARM_START:
+        return f"Ray Serve LLM serves models of `{recipe.runtime.shared_dir}` on GPUs, which this recipe doesn't have"
+    for key, wanted, most in (
+        ("model.lora.rank", recipe.model.lora.rank, limits.lora_rank),
+        ("environment.max_turns", recipe.environment.max_turns, limits.images),
+        ("rollout.max_tokens", recipe.rollout.max_tokens, limits.context),
+    ):
+        if wanted > most:
+            return f"`{key} = {wanted}` is more than the {most} that Clew's server takes"
+    return None
+
+
 def _serving(recipe: Recipe, needed: Callable[[str, str], str], unset: dict[str, str]) -> dict[str, Any]:
-    model, rank = recipe.model, recipe.model.lora.rank
-    if rank > LORA_RANKS[-1]:
-        raise UserError(f"model.lora.rank = {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}; lower it")
+    model = recipe.model
     source = model.path
     if not source.startswith("/"):
         commit = model.revision if re.fullmatch(r"[0-9a-f]{40}", model.revision or "") else None
@@ -247,10 +266,11 @@ def _serving(recipe: Recipe, needed: Callable[[str, str], str], unset: dict[str,
         found = HubFolder(source, (model.subfolder or "").strip("/"), model.revision or "main", root)
         source = str(found.folder(commit or "SET-model.revision"))
     return {
-        "serve_image": needed("serve_image", f"an image with ray[llm] {RAY}, e.g. one of rayproject/ray-llm"),
+        "serve_image": needed("serve_image", "the image for serving that image/build.sh pushed"),
         "adapters": needed("adapters", "the S3 prefix that adapters are exported to, s3://bucket/prefix"),
         "model_id": model.served_name,
         "model_source": source,
-        "lora_room": lora_room(rank),
-        "frames": recipe.environment.max_turns,
+        "guarded": GUARDED,
+        "key_variable": KEY_VARIABLE,
+        "http_times": HTTP_TIMES,
     }

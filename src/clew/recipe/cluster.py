@@ -44,7 +44,7 @@ class ClusterTable(Table):
     image: OptionalImage = None
     """Container image with Clew, as image/build.sh prints it; left out: to be set before anything starts."""
     serve_image: OptionalImage = None
-    """Container image with ray[llm], for serving; left out: to be set before it is served."""
+    """Container image for serving, as image/build.sh prints it; left out: to be set before it is served."""
     head_instance: OptionalInstance = None
     """Instance type of the head; left out: any machine."""
     head_cpus: Positive = 4

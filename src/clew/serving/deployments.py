@@ -50,13 +50,17 @@ def _web(kind: type, name: str) -> Any:
     )
 
 
-def vllm_application(name: str, settings: EngineSettings) -> Application:
-    """The same API with Ray Serve LLM and vLLM behind it; adapters are in S3 (see ``refuse_folder``)."""
+def vllm_application(name: str, settings: EngineSettings, replicas: int = 1) -> Application:
+    """The same API with Ray Serve LLM and vLLM behind it; adapters are in S3 (see ``refuse_folder``).
+
+    Args:
+        replicas: engines, at most.
+    """
     limits = Limits()
     processor = load_processor(settings.model)
     context = PromptBuilder(processor, limits).context
     gpu = settings.device == "cuda"
-    config = llm_config(name, processor, settings.adapters, settings.max_adapters, context, gpu, limits)
+    config = llm_config(name, processor, settings.adapters, settings.max_adapters, context, gpu, limits, replicas)
     from ray.serve.llm import LLMConfig, build_llm_deployment
 
     return _web(LlmApi, "api").bind(name, settings, build_llm_deployment(LLMConfig(**config)))

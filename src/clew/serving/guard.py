@@ -25,6 +25,7 @@ from clew.serving.errors import ApiError, overloaded
 from clew.serving.limits import KEY_VARIABLE, Budget, Limits
 
 WATCH = "/watch"
+_PROBED = {"/health", "/-/healthz"}  # ours, and Ray's own, which KubeRay asks
 _PASSED_ON = {b"accept", b"content-type", b"host", b"if-modified-since", b"if-none-match", b"origin", b"range"}
 _METHODS = {"GET", "HEAD", "POST"}  # a name is a label of Ray's metrics: not any word a client makes up
 _GRACE_S = 5.0  # beyond a request's own time limit, within which the application itself should have ended it
@@ -134,7 +135,7 @@ class Guard:
 
     def _check(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
         page = path == WATCH or path.startswith(f"{WATCH}/")
-        public = path == "/health" or (page and not path.startswith(f"{WATCH}/api/"))  # the page's own files
+        public = path in _PROBED or (page and not path.startswith(f"{WATCH}/api/"))  # the page's own files
         if self._key is not None and not public and not self._admits(headers.get(b"authorization", b"")):
             raise ApiError(401, "give the server's key: Authorization: Bearer KEY", "invalid_api_key")
         if not (public or page or path.startswith("/v1/")):

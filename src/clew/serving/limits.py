@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 KEY_VARIABLE = "CLEW_API_KEY"
 """Environment variable with the key that requests must carry."""
+GUARDED = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "clew.serving.guard:middlewares",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    "RAY_SERVE_ENABLE_HA_PROXY": "0",
+}
+"""Environment of a Ray whose HTTP proxy has the guard in it, and which has no other door."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,7 @@ class Limits:
         pixels: of all images of a request together, read from their headers before any is decoded.
         characters: of all texts of a request together, counted before they are made tokens.
         context: tokens of prompt and answer; a model that has fewer positions has fewer.
+        lora_rank: of an adapter, where vLLM serves it, which makes room beforehand; the published run has 32.
     """
 
     connections: int = 1024
@@ -39,6 +47,11 @@ class Limits:
     pixels: int = 16_000_000
     characters: int = 1 << 20
     context: int = 16_384
+    lora_rank: int = 64
+
+
+HTTP_TIMES: dict[str, Any] = {"request_timeout_s": Limits().request_s + 10, "keep_alive_timeout_s": 15}
+"""What Ray's HTTP proxy is told of time, in seconds: more than the guard gives a request."""
 
 
 class Budget:

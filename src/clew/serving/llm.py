@@ -9,8 +9,6 @@ from clew.policy.model import ModelProcessor
 from clew.rollout.vllm_options import FORBIDDEN_KEY
 from clew.serving.limits import Limits
 
-LORA_ROOM = 64
-"""The highest rank of an adapter that vLLM makes room for here; the published run has 32."""
 _CPU_BATCH = 8192  # tokens of all requests that a step computes
 
 
@@ -31,6 +29,7 @@ def llm_config(
     context: int,
     gpu: bool,
     limits: Limits,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """An ``LLMConfig`` of ``ray.serve.llm`` as a dict.
 
@@ -40,6 +39,7 @@ def llm_config(
         adapters: ``s3://bucket/prefix``, or None.
         context: tokens of prompt and answer.
         gpu: whether the engine has one; else vLLM's CPU build.
+        replicas: engines, at most; Ray starts and ends them as requests come.
     """
     engine: dict[str, Any] = {
         "dtype": "bfloat16" if gpu else "float32",
@@ -56,10 +56,12 @@ def llm_config(
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the mask is written for the first one, which runs on every device
         "HF_HUB_OFFLINE": "1",
     }
+    several = {"autoscaling_config": {"min_replicas": 1, "max_replicas": replicas}}
+    number: dict[str, Any] = {"num_replicas": 1} if replicas == 1 else several
     config: dict[str, Any] = {
         "model_loading_config": {"model_id": name, "model_source": processor.path},
         "engine_kwargs": engine,
-        "deployment_config": {"num_replicas": 1, "max_ongoing_requests": 2 * limits.requests},
+        "deployment_config": {"max_ongoing_requests": 2 * limits.requests, **number},
         "runtime_env": {"env_vars": environment},
     }
     if adapters is not None:
@@ -67,7 +69,7 @@ def llm_config(
             "dynamic_lora_loading_path": adapters,
             "max_num_adapters_per_replica": max_adapters,
         }
-        engine |= {"enable_lora": True, "max_loras": max_adapters, "max_lora_rank": LORA_ROOM}
+        engine |= {"enable_lora": True, "max_loras": max_adapters, "max_lora_rank": limits.lora_rank}
     if not gpu:
         config["placement_group_config"] = {"bundles": [{"CPU": 1}]}
         engine |= {

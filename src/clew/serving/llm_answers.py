@@ -16,7 +16,6 @@ from clew.serving.adapters import AdapterReader
 from clew.serving.client import wire_seed
 from clew.serving.errors import ApiError
 from clew.serving.limits import Limits
-from clew.serving.llm import LORA_ROOM
 from clew.serving.prompt import PromptBuilder
 from clew.serving.replies import Stream, event, next_of
 from clew.serving.requests import ChatRequest
@@ -69,8 +68,8 @@ class LlmAnswers:
             return
         with self._adapters.refusing(name):
             adapter = await asyncio.to_thread(self._adapters.read, name)
-            if adapter.config["r"] > LORA_ROOM:
-                raise UserError(f"adapter {name} has rank {adapter.config['r']}; this server takes {LORA_ROOM} at most")
+            if adapter.config["r"] > (most := self._limits.lora_rank):
+                raise UserError(f"adapter {name} has rank {adapter.config['r']}; this server takes {most} at most")
         if len(self._sound) >= _KNOWN:
             self._sound.clear()
         self._sound[name] = None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from clew.console import say
 from clew.errors import UserError
 from clew.serving.client import read_api_key
-from clew.serving.limits import KEY_VARIABLE, Limits
+from clew.serving.limits import GUARDED, HTTP_TIMES, KEY_VARIABLE
 from clew.serving.llm import refuse_folder
 from clew.serving.store import StorageTrouble, open_store
 
@@ -106,10 +106,8 @@ def read_key(file: Path | None) -> str | None:
 @contextlib.contextmanager
 def ray_of_our_own(engine: str) -> Iterator[None]:
     """A Ray for nobody else, that ends with this process."""
-    os.environ["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "clew.serving.guard:middlewares"
+    os.environ.update(GUARDED)
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # as on those: every port of Ray's is on 127.0.0.1
-    for other_door in ("RAY_SERVE_ENABLE_DIRECT_INGRESS", "RAY_SERVE_ENABLE_HA_PROXY"):
-        os.environ[other_door] = "0"
     if engine == "transformers":  # its replicas never block their loops: one thread less on the way of every request
         os.environ.setdefault("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")
         os.environ.setdefault("RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP", "0")
@@ -185,12 +183,7 @@ def serving(options: Options, cache: Path) -> Iterator[str]:
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-        http = HTTPOptions(
-            host=options.host,
-            port=port,
-            request_timeout_s=Limits().request_s + 10,
-            keep_alive_timeout_s=15,
-        )
+        http = HTTPOptions(host=options.host, port=port, **HTTP_TIMES)
         serve.start(proxy_location="HeadOnly", http_options=http, logging_config=quiet)
         try:
             _run(_chat(options, cache), "chat", "/", quiet)
