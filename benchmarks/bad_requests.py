@@ -159,7 +159,7 @@ class Stream:
             "/v1/../../etc/passwd",
             "/v1/models/../../x",
             "/-/routes",
-            "/-/healthz",
+            "/-/healthz/",
             "//",
             "/%00",
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,29 @@ def test_answers_under_way_hold_no_more_adapters_than_allowed(replica: Transform
                 await asyncio.sleep(0.01)
 
     asyncio.run(nothing_is_held())
+
+
+def test_steady_requests_for_others_keep_nobody_out(replica: TransformersReplica) -> None:
+    """Three adapters that never rest, where two may stay: a fourth has its turn, and so has each of them."""
+    ids = replica._vlm.tokenizer("<|im_start|>user\nup<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    answered: Counter[str] = Counter()
+
+    async def answer(name: str, seed: int) -> None:
+        asked = Generation(name, Prompt(ids, [], []), Sampling(2.0, 20 + seed % 30), seed, stream=False)
+        async for progress in replica.generate(asked):
+            assert progress.error is None
+        answered[name] += 1
+
+    async def steady(name: str, seed: int) -> None:
+        while not answered["d"] and answered.total() < 300:
+            await answer(name, seed := seed + 7)
+
+    async def all_of_them() -> None:
+        loops = [asyncio.create_task(steady(name, seed)) for name in "abc" for seed in range(4)]
+        while min(answered[name] for name in "abc") < 2:
+            await asyncio.sleep(0.01)
+        await answer("d", 1)
+        await asyncio.gather(*loops)
+
+    asyncio.run(all_of_them())
+    assert answered.total() < 300, "the fourth came when the others had ended"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +100,7 @@ class TransformersReplica:
         self._base = ContinuousEngine(self._vlm, self._features)
         self._living: weakref.WeakValueDictionary[str, ContinuousEngine] = weakref.WeakValueDictionary()
         self._ready: dict[str, ContinuousEngine] = {}
+        self._kept: OrderedDict[str, None] = OrderedDict()  # what Ray's decorator keeps: asked for last
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._max_adapters, self._merging = settings.max_adapters, asyncio.Lock()
 
@@ -157,12 +158,19 @@ class TransformersReplica:
         one out first and then asks for the new one, so a broken adapter would cost a good one its place.
         """
         async with self._locks[name]:
-            if name not in self._living:
+            # One that made room and still answers queues too while others wait for its place: steady requests for it
+            # would keep them out for ever.
+            if name not in self._living or (name not in self._kept and self._merging.locked()):
                 self._ready[name] = self._living[name] = await self._load(name)
         try:
-            return await self.adapter(name)
+            engine = await self.adapter(name)
         finally:
             self._ready.pop(name, None)
+        self._kept[name] = None
+        self._kept.move_to_end(name)
+        if len(self._kept) > self._max_adapters:
+            self._kept.popitem(last=False)
+        return engine
 
     async def adapter(self, name: str) -> ContinuousEngine:
         """The engine of an adapter. ``replica_class`` puts Ray's decorator around it."""
@@ -179,8 +187,10 @@ class TransformersReplica:
             async with self._merging:
                 # One more than may stay, as it is made before another gives up its place; those that have, and still
                 # answer, are waited for.
-                while len(self._living) > self._max_adapters:
+                while name not in self._living and len(self._living) > self._max_adapters:
                     await asyncio.sleep(_LOOK_S)
+                if (engine := self._living.get(name)) is not None:
+                    return engine
                 engine = await asyncio.to_thread(ContinuousEngine, self._vlm, self._features)
                 await asyncio.wrap_future(self._computing.work(engine.merging(adapter)))
         return engine
