@@ -250,6 +250,20 @@ def test_without_the_key_nothing_is_read(locked: int, header: str) -> None:
         assert status(answer) == 401 and b"www-authenticate: Bearer" in answer and KEY.encode() not in answer
 
 
+def test_who_sends_much_with_a_wrong_key_hears_of_the_key() -> None:
+    """A client that is still sending images when it is refused would see a connection reset, and look elsewhere."""
+    large = Limits(body_bytes=16 << 20, head_s=2.0)
+    with running(KEY, limits=large) as open_port:
+        answer = exchange(open_port, request("/v1/echo", bytes(12 << 20), "POST", "Authorization: Bearer wrong"))
+        assert status(answer) == 401 and content(answer)["error"]["code"] == "invalid_api_key"
+        started = time.monotonic()
+        head = request("/v1/echo", b"", "POST").replace(b"Content-Length: 0", b"Content-Length: 9")
+        assert status(exchange(open_port, head)) == 401, "one that sends nothing hears of it too, if later"
+        assert time.monotonic() - started < 20
+        waits = head.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+        assert exchange(open_port, waits).startswith(b"HTTP/1.1 401"), "nor is anything asked for that is not wanted"
+
+
 def test_with_the_key(locked: int) -> None:
     """The page's own files need none; its requests carry the key on, others leave it at the door."""
     bearer = f"Authorization: bearer {KEY}"

@@ -9,6 +9,7 @@ key, reads the body within its bounds, and passes on a complete request with the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -115,9 +116,14 @@ class Guard:
         try:
             headers = dict(scope["headers"])
             body.declare(headers)
-            self._check(scope["path"], scope["method"], headers)
-            if self._key is None and _is_loopback(scope["server"]):
-                _check_host(headers)
+            try:
+                self._check(scope["path"], scope["method"], headers)
+                if self._key is None and _is_loopback(scope["server"]):
+                    _check_host(headers)
+            except ApiError:
+                if b"expect" not in headers:  # else the client waits for leave to send
+                    await body.discard()
+                raise
             await body.read()
             if self._requests >= self.limits.requests:
                 raise overloaded()
@@ -218,6 +224,22 @@ class _Body:
                 await self._read()
         except TimeoutError as error:
             raise ApiError(408, "the body came too slowly", "timeout") from error
+
+    async def discard(self) -> None:
+        """Reads what is refused and keeps nothing of it: whoever is still sending would hear of a reset, not of why.
+
+        Raises:
+            _Gone: the client has hung up.
+        """
+        length = 0
+        with contextlib.suppress(TimeoutError):  # then it is refused in the middle
+            async with asyncio.timeout(self._limits.head_s):
+                while not self.complete and max(length, self._declared) <= 4 * self._limits.body_bytes:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise _Gone
+                    length += len(message.get("body", b""))
+                    self.complete = not message.get("more_body", False)
 
     async def _read(self) -> None:
         parts: list[bytes] = []
