@@ -56,7 +56,9 @@ def url(s3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for key, value in environment.items():
             patch.setenv(key, value)
         adapters = put_adapters(folder, ("good-1", "good-2", "truncated", "pickled"), "service")
-        config["applications"][0]["args"] |= {"model": str(WARM_START), "adapters": adapters, "device": "cpu"}
+        arguments = config["applications"][0]["args"]
+        assert arguments["engines"] == 2
+        arguments |= {"model": str(WARM_START), "adapters": adapters, "device": "cpu"}
         head = RayHead(cpus=8)
         try:
             deploy(head, config)
@@ -95,10 +97,14 @@ def test_its_door_is_guarded(url: str) -> None:
             openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0).models.list()
 
 
-def test_what_the_manifest_gets_wrong_is_named(tmp_path: Path) -> None:
+def test_what_the_manifest_gets_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from clew.errors import UserError
     from clew.serving.service import chat
 
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(UserError, match=f"{KEY_VARIABLE} is not set"):
+        chat({"model": str(WARM_START), "name": "x"})
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
     with pytest.raises(ValueError, match="modle"):
         chat({"modle": "/x", "name": "x"})
     with pytest.raises(UserError, match="S3 only"):

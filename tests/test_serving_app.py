@@ -288,8 +288,7 @@ def test_the_configuration_of_serve_llm() -> None:
     assert (engine["max_model_len"], engine["generation_config"]) == (4096, "vllm")
     assert engine["additional_config"] == {FORBIDDEN_KEY: processor.forbidden_ids}
     assert config["deployment_config"]["num_replicas"] == 1
-    several = llm_config("base", processor, None, 3, 4096, True, Limits(), 2)["deployment_config"]
-    assert several["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 2} and "num_replicas" not in several
+    assert llm_config("base", processor, None, 3, 4096, True, Limits(), 2)["deployment_config"]["num_replicas"] == 2
     assert "lora_config" not in llm_config("base", processor, None, 3, 4096, True, Limits())
     refuse_folder("s3://bucket/adapters")
     refuse_folder(None)

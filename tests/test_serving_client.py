@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from clew.errors import UserError
 from clew.rollout.engine import Sampling, uniforms
 from clew.serving import client as module
-from clew.serving.client import Answer, ChatClient, Refused, Unreachable, base_url, read_api_key, wire_seed
+from clew.serving.client import Answer, ChatClient, Refused, Unreachable, base_url, wire_seed
+from clew.serving.keys import read_api_key
 
 GREEDY = Sampling(0.0, 8)
 TALK = [{"role": "user", "content": [{"type": "text", "text": "Go!"}]}]

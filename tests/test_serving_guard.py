@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from clew.serving.guard import Guard, GuardedProtocol
-from clew.serving.limits import Limits
+from clew.errors import UserError
+from clew.serving.guard import Guard, GuardedProtocol, middlewares
+from clew.serving.limits import KEY_VARIABLE, Limits
 
 SMALL = Limits(
     connections=8, head_s=0.5, body_bytes=1000, body_s=0.5, requests=2, request_s=-3.0, held_bytes=2500
@@ -272,3 +273,20 @@ def test_with_the_key(locked: int) -> None:
     assert seen["headers"]["authorization"] == f"bearer {KEY}"
     for path in ("/health", "/-/healthz", "/watch", "/watch/", "/watch/style.css"):
         assert status(exchange(locked, request(path, b"", "GET"))) == 200
+        for method, body in (("POST", b""), ("POST", b"x"), ("GET", b"x")):  # a body takes room from those who have it
+            assert status(exchange(locked, request(path, body, method))) == 401
+
+
+@pytest.mark.parametrize("wrong", ["", " \n", "short", "15-letters-long", "a key of many words", "\u00e4" * 20])
+def test_a_key_that_is_none_opens_nothing(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """A secret may be empty, and then nobody may come in rather than everybody."""
+    monkeypatch.setenv(KEY_VARIABLE, wrong)
+    with pytest.raises(UserError, match=KEY_VARIABLE):
+        middlewares()
+
+
+def test_the_key_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert middlewares()[0].args[1] is None
+    monkeypatch.setenv(KEY_VARIABLE, "0123456789abcdef\n")  # as `kubectl create secret --from-file` makes it
+    assert middlewares()[0].args[1] == "0123456789abcdef"

@@ -21,7 +21,8 @@ from clew.evaluation.suites import RecipeSuites
 from clew.recipe import load_recipe
 from clew.report.walks import write_gifs
 from clew.runtime.process import configure_environments
-from clew.serving.client import ChatClient, Refused, read_api_key
+from clew.serving.client import ChatClient, Refused
+from clew.serving.keys import read_api_key
 from clew.serving.play import Comparison, check_model, compare, read_record, stop_reasons, unknown_model
 from clew.serving.remote import RemoteRollouts
 

@@ -34,9 +34,10 @@ def run_serve(
         raise UserError('clew serve needs Ray, which is not installed: pip install "clew[ray]"')
     from clew.policy.paths import resolve_model_path
     from clew.runtime.adapters import find_subject
-    from clew.serving.serve import Options, choose_engine, read_key, serve
+    from clew.serving.keys import read_server_key
+    from clew.serving.serve import Options, choose_engine, serve
 
-    key = read_key(api_key_file)
+    key = read_server_key(api_key_file)
     chosen = choose_engine(engine)
     base, adapter = find_subject(model, None)
     if adapter is not None:  # an export that holds an adapter stands for its base model and itself

@@ -241,7 +241,7 @@ def _storage(recipe: Recipe, needed: Callable[[str, str], str]) -> dict[str, Any
 
 
 def _not_served(recipe: Recipe, gpus: int) -> str | None:
-    """Why the recipe's model can't be served as the others are; None if it can."""
+    """Why the recipe's model can't be served as the others are, as far as a recipe can tell; None if it can."""
     limits = Limits()
     if gpus == 0 or recipe.model.path == WARM_START:
         return f"Ray Serve LLM serves models of `{recipe.runtime.shared_dir}` on GPUs, which this recipe doesn't have"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -208,28 +206,6 @@ def base_url(url: str) -> str:
     if parsed.userinfo or parsed.query or parsed.fragment:
         raise UserError(f"--url must hold no user, password, query or fragment: give a key with {KEY_VARIABLE}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def read_api_key(file: Path | None) -> str | None:
-    """The API key in a file, or in the environment variable ``CLEW_API_KEY``; None where that is empty or not set.
-
-    Raises:
-        UserError: the file can't be read, or what is there can't be a key.
-    """
-    if file is None:
-        source, found = KEY_VARIABLE, os.environ.get(KEY_VARIABLE)
-        if not found:
-            return None
-    else:
-        source = f"--api-key-file {file}"
-        try:
-            found = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise UserError(f"{source} can't be read ({error}): name a file that holds the key alone") from error
-    key = found.strip()
-    if not re.fullmatch(r"[\x21-\x7e]+", key):
-        raise UserError(f"{source} holds no key: it must be one line of printable ASCII without spaces")
-    return key
 
 
 def _status(response: httpx2.Response) -> str:

@@ -54,7 +54,7 @@ def vllm_application(name: str, settings: EngineSettings, replicas: int = 1) -> 
     """The same API with Ray Serve LLM and vLLM behind it; adapters are in S3 (see ``refuse_folder``).
 
     Args:
-        replicas: engines, at most.
+        replicas: engines.
     """
     limits = Limits()
     processor = load_processor(settings.model)

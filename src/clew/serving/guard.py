@@ -22,7 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import config as uvicorn_config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from clew.errors import UserError
 from clew.serving.errors import ApiError, overloaded
+from clew.serving.keys import read_server_key
 from clew.serving.limits import KEY_VARIABLE, Budget, Limits
 
 WATCH = "/watch"
@@ -33,10 +35,17 @@ _GRACE_S = 5.0  # beyond a request's own time limit, within which the applicatio
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray's proxy calls at its start (``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``)."""
+    """What Ray's proxy calls at its start (``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``).
+
+    Raises:
+        UserError: the environment has a key that is none. Whoever sets one wants one: nothing is served without it.
+    """
+    key = read_server_key(None)
+    if key is None and KEY_VARIABLE in os.environ:
+        raise UserError(f"{KEY_VARIABLE} is empty: set it to a key (openssl rand -hex 32), or not at all")
     uvicorn_config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{GuardedProtocol.__name__}"
     uvicorn_config.WS_PROTOCOLS["auto"] = None  # nothing here speaks WebSocket
-    return [Middleware(Guard, Limits(), os.environ.get(KEY_VARIABLE) or None)]
+    return [Middleware(Guard, Limits(), key)]
 
 
 class GuardedProtocol(H11Protocol):
@@ -117,7 +126,7 @@ class Guard:
             headers = dict(scope["headers"])
             body.declare(headers)
             try:
-                self._check(scope["path"], scope["method"], headers)
+                self._check(scope["path"], scope["method"], headers, body)
                 if self._key is None and _is_loopback(scope["server"]):
                     _check_host(headers)
             except ApiError:
@@ -139,12 +148,14 @@ class Guard:
         finally:
             body.release()
 
-    def _check(self, path: str, method: str, headers: dict[bytes, bytes]) -> None:
+    def _check(self, path: str, method: str, headers: dict[bytes, bytes], body: _Body) -> None:
         page = path == WATCH or path.startswith(f"{WATCH}/")
-        public = path in _PROBED or (page and not path.startswith(f"{WATCH}/api/"))  # the page's own files
+        file = page and not path.startswith(f"{WATCH}/api/")  # the page's own files
+        # Reading costs little; a body takes of the room that all requests share.
+        public = (path in _PROBED or file) and method in ("GET", "HEAD") and body.complete
         if self._key is not None and not public and not self._admits(headers.get(b"authorization", b"")):
             raise ApiError(401, "give the server's key: Authorization: Bearer KEY", "invalid_api_key")
-        if not (public or page or path.startswith("/v1/")):
+        if not (path in _PROBED or page or path.startswith("/v1/")):
             raise ApiError(404, "there is nothing at this path: the API is under /v1, the page at /watch", "not_found")
         if method not in _METHODS:
             raise ApiError(405, "use GET or POST", "method_not_allowed")

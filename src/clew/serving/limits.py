@@ -12,7 +12,7 @@ GUARDED = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_SERVE_ENABLE_HA_PROXY": "0",
 }
-"""Environment of a Ray whose HTTP proxy has the guard in it, and which has no other door."""
+"""Environment of a Ray whose HTTP proxy has the guard in it, and past which no other HTTP leads to what is served."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def llm_config(
         adapters: ``s3://bucket/prefix``, or None.
         context: tokens of prompt and answer.
         gpu: whether the engine has one; else vLLM's CPU build.
-        replicas: engines, at most; Ray starts and ends them as requests come.
+        replicas: engines. A fixed number: Serve LLM's own idea of a full one is 1e9 requests, so none is ever added.
     """
     engine: dict[str, Any] = {
         "dtype": "bfloat16" if gpu else "float32",
@@ -56,12 +56,10 @@ def llm_config(
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # the mask is written for the first one, which runs on every device
         "HF_HUB_OFFLINE": "1",
     }
-    several = {"autoscaling_config": {"min_replicas": 1, "max_replicas": replicas}}
-    number: dict[str, Any] = {"num_replicas": 1} if replicas == 1 else several
     config: dict[str, Any] = {
         "model_loading_config": {"model_id": name, "model_source": processor.path},
         "engine_kwargs": engine,
-        "deployment_config": {"max_ongoing_requests": 2 * limits.requests, **number},
+        "deployment_config": {"num_replicas": replicas, "max_ongoing_requests": 2 * limits.requests},
         "runtime_env": {"env_vars": environment},
     }
     if adapters is not None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from clew.console import say
 from clew.errors import UserError
-from clew.serving.client import read_api_key
 from clew.serving.limits import GUARDED, HTTP_TIMES, KEY_VARIABLE
 from clew.serving.llm import refuse_folder
 from clew.serving.store import StorageTrouble, open_store
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from clew.recipe import Recipe
 
-_KEY_LENGTH = 16
 _SHOWN = 20  # adapters that are listed on the console
 _CPUS = 8  # for Ray to count with, however many there are: Serve LLM's parts want whole ones, and would wait for ever
 
@@ -85,22 +83,6 @@ def free_port(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except (OSError, ValueError) as error:  # ValueError: a name that can be none, which is never looked up
         raise UserError(f"--host {host} --port {port} can't be used ({error}): name another") from error
-
-
-def read_key(file: Path | None) -> str | None:
-    """The server's key: of a file, or of the environment; None if there is none.
-
-    Raises:
-        UserError: the file can't be read, or holds no key, or one that can be guessed.
-    """
-    key = read_api_key(file)
-    if key is not None and len(key) < _KEY_LENGTH:
-        source = KEY_VARIABLE if file is None else f"--api-key-file {file}"
-        raise UserError(
-            f"{source}: a server's key has at least {_KEY_LENGTH} signs, so that nobody guesses it; make one: "
-            "openssl rand -hex 32"
-        )
-    return key
 
 
 @contextlib.contextmanager

@@ -9,8 +9,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from ray.serve import Application
 
+from clew.errors import UserError
 from clew.serving.deployments import vllm_application
 from clew.serving.engine import EngineSettings
+from clew.serving.keys import read_server_key
+from clew.serving.limits import KEY_VARIABLE
 from clew.serving.llm import refuse_folder
 
 
@@ -22,7 +25,7 @@ class ServiceArguments(BaseModel):
         name: of the base model in requests.
         adapters: ``s3://bucket/prefix``, or None.
         max_adapters: loaded at once by an engine.
-        engines: at most, one GPU each.
+        engines: one GPU each.
         device: ``cuda``; ``cpu`` where vLLM's CPU build is installed.
     """
 
@@ -43,10 +46,12 @@ def chat(arguments: dict[str, Any]) -> Application:
     guard (key, limits) when the machines' environment holds ``clew.serving.limits.GUARDED``.
 
     Raises:
-        UserError: the model's folder is none, or the adapters are in no S3.
+        UserError: there is no key, the model's folder is none, or the adapters are in no S3.
         pydantic.ValidationError: an argument is missing, unknown or of the wrong type.
     """
     asked = ServiceArguments.model_validate(arguments)
+    if read_server_key(None) is None:
+        raise UserError(f"{KEY_VARIABLE} is not set: whoever reaches the cluster could use the service")
     refuse_folder(asked.adapters)
     settings = EngineSettings(
         model=asked.model,
