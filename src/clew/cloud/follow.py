@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import aiohttp
 from ray.job_submission import JobDetails, JobStatus
@@ -115,7 +117,48 @@ def _tail(connection: Connection, submission_id: str, seen: int, take: Callable[
         return
     # A refused handshake, a lost connection, an end without a closing word: the job's state says what it was.
     with contextlib.suppress(aiohttp.ClientError, OSError, RuntimeError, asyncio.TimeoutError):
-        asyncio.run(_pass_on(client.tail_job_logs(submission_id), seen, take))
+        run_interruptibly(_pass_on(client.tail_job_logs(submission_id), seen, take))
+
+
+def run_interruptibly(main: Coroutine[Any, Any, None]) -> None:
+    """``asyncio.run`` on the main thread, which hears Ctrl-C at every moment, but is never left half made by it.
+
+    asyncio's own handler is there only while the loop runs. Ctrl-C a moment earlier or later ends in the middle of the
+    loop's making or closing, and Python prints what it finds of it.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted; ``main`` was cancelled, or never began.
+    """
+    interrupted = False
+    task: asyncio.Task[Any] | None = None
+
+    def note(number: int, frame: object) -> None:
+        nonlocal interrupted
+        if interrupted:  # the second time: at once, whatever the first one waits for
+            raise KeyboardInterrupt
+        interrupted = True
+        if task is not None:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def begin() -> None:
+        nonlocal task
+        task = asyncio.current_task()
+        if not interrupted:
+            await main
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:  # else it is ignored, or somebody else's
+        signal.signal(signal.SIGINT, note)
+    try:
+        asyncio.run(begin())
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    finally:
+        main.close()  # in case it never began
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
 
 
 async def _pass_on(stream: AsyncIterator[str], seen: int, take: Callable[[str], None]) -> None:
