@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from asyncio.selector_events import BaseSelectorEventLoop
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +16,14 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp comes with clew[ray]")
 
 from clew.cloud.follow import run_interruptibly
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """Ctrl-C's signal as in a terminal: whatever a script starts in its background is told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
