@@ -15,6 +15,36 @@ FORBIDDEN_KEY = "clew_forbidden_ids"  # under which vllm_mask finds the tokens t
 _CPU_BLOCK = 32  # tokens; with vLLM's 128, up to 127 tokens before each turn are computed again
 _CPU_BATCH = 8192  # tokens of all requests that a step computes
 _CPU_IMAGE_CACHE_GB = 1.0
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the mask is written for the first one, which runs on every device
+}
+"""Environment of every engine, of rollouts and of what is served."""
+
+
+def as_asked(processor: ModelProcessor) -> dict[str, Any]:
+    """Arguments of every engine, so that it samples what it is asked for and nothing that no agent may say."""
+    return {
+        "generation_config": "vllm",  # no top-k, top-p or penalties from generation_config.json
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, forbidden tokens masked out
+        "logits_processors": ["clew.rollout.vllm_mask:ForbiddenTokens"],
+        "additional_config": {FORBIDDEN_KEY: processor.forbidden_ids},
+    }
+
+
+def on_cpu(max_tokens: int) -> dict[str, Any]:
+    """Arguments of every engine on a CPU.
+
+    Args:
+        max_tokens: of a sequence, prompt and answer.
+    """
+    return {
+        "enforce_eager": True,
+        # A seeded request whose prompt is computed in parts ends vLLM on a CPU ("CPU Generator does not use offset"):
+        # prompts wait for a step with room for all of them.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(_CPU_BATCH, max_tokens),
+    }
 
 
 @dataclass(frozen=True)
@@ -72,16 +102,11 @@ def engine_options(
         "enable_lora": True,
         "max_loras": 1,  # all requests of an engine are of one version; a new one takes its predecessor's place
         "max_lora_rank": lora_room(settings.lora_rank),
-        "generation_config": "vllm",  # no top-k, top-p or penalties from generation_config.json
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, forbidden tokens masked out
-        "logits_processors": ["clew.rollout.vllm_mask:ForbiddenTokens"],
-        "additional_config": {FORBIDDEN_KEY: processor.forbidden_ids},
+        **as_asked(processor),
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the mask is written for the first one, which runs on every device
+    environment = ENVIRONMENT | {
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
     if Path(processor.path).is_dir():
@@ -92,14 +117,10 @@ def engine_options(
         token_bytes *= 4 if settings.dtype == "float32" else 2
         blocks = settings.concurrent * -(-settings.max_tokens // _CPU_BLOCK) + 1
         arguments |= {
-            "enforce_eager": True,
             "block_size": _CPU_BLOCK,
             "kv_cache_memory_bytes": blocks * _CPU_BLOCK * token_bytes,
             "mm_processor_cache_gb": _CPU_IMAGE_CACHE_GB,
-            # A seeded request whose prompt is computed in parts ends vLLM on a CPU ("CPU Generator does not use
-            # offset"): prompts wait for a step with room for all of them.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_CPU_BATCH, settings.max_tokens),
+            **on_cpu(settings.max_tokens),
         }
         environment |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, on the threads that it was given

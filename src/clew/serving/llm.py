@@ -6,10 +6,8 @@ from typing import Any
 
 from clew.errors import UserError
 from clew.policy.model import ModelProcessor
-from clew.rollout.vllm_options import FORBIDDEN_KEY
+from clew.rollout.vllm_options import ENVIRONMENT, as_asked, on_cpu
 from clew.serving.limits import Limits
-
-_CPU_BATCH = 8192  # tokens of all requests that a step computes
 
 
 def refuse_folder(adapters: str | None) -> None:
@@ -46,16 +44,9 @@ def llm_config(
         "max_model_len": context,
         "limit_mm_per_prompt": {"image": limits.images, "video": 0},
         "max_num_seqs": limits.requests,
-        "generation_config": "vllm",  # what a model's generation_config.json says of sampling is for its demo
-        "logprobs_mode": "processed_logprobs",  # at the sampling temperature, forbidden tokens masked out
-        "logits_processors": ["clew.rollout.vllm_mask:ForbiddenTokens"],
-        "additional_config": {FORBIDDEN_KEY: processor.forbidden_ids},
+        **as_asked(processor),
     }
-    environment = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # the mask is written for the first one, which runs on every device
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
     config: dict[str, Any] = {
         "model_loading_config": {"model_id": name, "model_source": processor.path},
         "engine_kwargs": engine,
@@ -71,11 +62,7 @@ def llm_config(
     if not gpu:
         config["placement_group_config"] = {"bundles": [{"CPU": 1}]}
         engine |= {
-            "enforce_eager": True,
-            # A seeded request whose prompt is computed in parts ends vLLM on a CPU ("CPU Generator does not use
-            # offset"): prompts wait for a step with room for all of them.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(_CPU_BATCH, context),
+            **on_cpu(context),
             # vLLM 0.29 asks for the architecture of the language model by itself there, and Qwen3-VL's names none.
             "hf_overrides": {"text_config": {"architectures": ["Qwen3VLForConditionalGeneration"]}},
         }
