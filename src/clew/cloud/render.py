@@ -80,7 +80,7 @@ def rendered(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[s
     facts, unset = _facts(recipe, to, arguments)
     made = dict(FILES)
     del made["persistent-volume.yaml" if recipe.cluster.file_system is None else "storage-class.yaml"]
-    if facts["not_served"]:
+    if not facts["served"]:
         del made["ray-service.yaml"], made["image/serve.Dockerfile"]
     facts["files"] = made
     environment = Environment(  # manifests and scripts, no HTML
@@ -210,11 +210,12 @@ def _facts(recipe: Recipe, to: Path, arguments: Sequence[str]) -> tuple[dict[str
         "gym": recipe.environment.id.startswith(("visgym:", "gym:")),
         "extras": ",".join(_extras(recipe)),
         "version": __version__,
+        "served": not_served is None,
         "not_served": not_served,
         **BASES,
         **_storage(recipe, needed),
     }
-    if not_served is None:
+    if facts["served"]:
         facts |= _serving(recipe, needed, unset)
     return facts | {"unset": unset}, unset
 
